@@ -196,6 +196,15 @@ def test_the_unit_starts_a_server(monkeypatch, capsys, tmp_path) -> None:
     assert folders["PACKHORSE_RUNTIME"].startswith(f"%t/{values['RuntimeDirectory'][0]}/")
 
 
+def test_the_unit_can_listen_on_a_socket(monkeypatch, capsys) -> None:
+    text = (DEPLOY / "packhorse.service").read_text("utf-8")
+    comment = re.search(r"# For nginx on this machine: (.+) in place of", text)
+    assert comment is not None
+    settings = settings_of(comment[1].split(), {}, monkeypatch, capsys)
+    folder = f"/run/{unit()['RuntimeDirectory'][0]}/"
+    assert settings["unix_socket"].startswith(folder) and settings["unix_socket_mode"] == "660"
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_understands_the_unit(tmp_path) -> None:
     text = (DEPLOY / "packhorse.service").read_text("utf-8")

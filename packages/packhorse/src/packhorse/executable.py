@@ -48,8 +48,8 @@ def compile(modules: Iterable[nn.Module]) -> None:
     Modules of one class share compiled code: if the layers of a model are passed instead of the
     model, a bucket takes the compilation of only one layer.
     """
-    if reason := why_uncompiled():
-        return _warn_uncompiled(reason)
+    if warn_if_uncompiled():
+        return
     keep_compiled_code_private()
     for module in modules:
         module.compile(dynamic=False, fullgraph=True)
@@ -60,8 +60,7 @@ def compiled(modules: Iterable[nn.Module]) -> list[Callable[..., Any]]:
 
     Where nothing can be compiled, warn once and return the modules.
     """
-    if reason := why_uncompiled():
-        _warn_uncompiled(reason)
+    if warn_if_uncompiled():
         return list(modules)
     keep_compiled_code_private()
     # What `nn.Module.compile` compiles too: so modules of one class share the code.
@@ -87,6 +86,13 @@ def why_uncompiled() -> str:
     if codecs.lookup(encoding).name != "utf-8":  # in which torch's compiler reads its own files
         return f"torch's compiler cannot read its files as {encoding} (set PYTHONUTF8=1)"
     return ""
+
+
+def warn_if_uncompiled() -> bool:
+    """Return whether nothing can be compiled here; the first time warn why."""
+    if reason := why_uncompiled():
+        _warn_uncompiled(reason)
+    return bool(reason)
 
 
 @cache

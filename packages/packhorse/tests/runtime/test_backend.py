@@ -77,6 +77,16 @@ def test_or_later_and_its_batches_run_unprepared_until_then(
     assert not backend.prepare_next()
 
 
+def test_or_not_at_all_before_that(graphs: tuple[TorchBackend, list[int]]) -> None:
+    backend, compiled = graphs
+    backend.hold()
+    for _ in range(PATIENCE + 1):
+        backend(batch(20, 7), ["hidden"])
+    assert not compiled and not backend.prepare_next()
+    backend.prepare_later([batch(48)])
+    assert backend.prepare_next() and set(compiled) == {64}
+
+
 def test_a_busy_server_prepares_what_comes_again_and_again(
     graphs: tuple[TorchBackend, list[int]],
 ) -> None:

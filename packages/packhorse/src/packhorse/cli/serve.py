@@ -67,7 +67,8 @@ def serve(
     def ready(host: str, port: int, hosts: "ServedModels") -> None:
         models = [{"name": model.name, "tasks": list(model.tasks)} for model in hosts]
         facts = {"host": host, "port": port, "pid": os.getpid(), "models": models}
-        emit({**facts, "grpc_port": settings.grpc_port}, json)
+        facts |= {"grpc_port": settings.grpc_port, "unix_socket": settings.unix_socket}
+        emit({**facts, "tls": bool(settings.tls_cert)}, json)
         sys.stdout.flush()  # whoever started the server waits for this line
 
     if settings.engine == "ray":

@@ -24,6 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -91,11 +92,12 @@ class TorchBackend:
         if device.type == "cpu":
             frozen = can_freeze(next(model.parameters()).dtype) and not self.graphs
             (freeze if frozen else widen)(self.model)
-        self._compiled: Sequence[Callable[..., Tensor]] | None = None
-        if graphs is True:
-            self._compiled = executable.compiled(model.bert.layers)
+        self._compiles = graphs is True
+        if self._compiles:
+            executable.warn_if_uncompiled()
         # Buckets to prepare, with a batch of each; None: prepare one when it comes.
         self._later: dict[Prepared, Packed] | None = None
+        self._held = False  # prepare nothing at all
         self._batches: Counter[Prepared] = Counter()  # of a bucket; from PATIENCE on it is prepared
         self.fixed = FixedShapes(self.model, device, fixed) if fixed else None
 
@@ -147,6 +149,10 @@ class TorchBackend:
         padded = self.graphs and tokens <= self.largest and not packed.capacity
         return executable.round_up(tokens, self.smallest) if padded else tokens
 
+    def hold(self) -> None:
+        """Run every batch unprepared until `prepare_later`: nothing is compiled or recorded."""
+        self._held = True
+
     def prepare_later(self, expected: Sequence[Packed], heads: tuple[str, ...] = ()) -> None:
         """From now on prepare buckets in `prepare_next`: those of batches that come, then those of
         `expected` batches with `heads`. Where it is never called, a bucket is prepared after many
@@ -158,6 +164,7 @@ class TorchBackend:
             bucket = _bucket(packed, self.smallest)
             if bucket.tokens <= self.largest:
                 self._later[Prepared(bucket, inside)] = packed
+        self._held = False
 
     @torch.inference_mode()
     def prepare_next(self) -> bool:
@@ -169,9 +176,17 @@ class TorchBackend:
         self._in_bucket(prepared, packed, prepared.bucket.flat(packed, self.device))
         return True
 
+    @cached_property
+    def _layers(self) -> Sequence[Callable[..., Tensor]]:
+        """The compiled layers; made by the first batch that needs them, because to import torch's
+        compiler takes seconds, for which a server would not be ready.
+        """
+        return executable.compiled(self.model.bert.layers)
+
     def _in_bucket(self, prepared: Prepared, packed: Packed, flat: Tensor) -> list[Tensor]:
         """Run a batch in its bucket, `flat` on the device; return what `_run` does."""
-        executable.allow_every_bucket()
+        if self._held:
+            return self._run(flat, prepared=prepared, unprepared=True)
         if self._later is not None:
             self._batches[prepared] += 1
             if self._batches[prepared] < PATIENCE:
@@ -189,7 +204,11 @@ class TorchBackend:
         parts = unflatten(flat, tokens, sequences)
         places = tuple(range(sequences))
         packed = Packed(**parts, max_seqlen=max_seqlen, places=places, capacity=capacity)
-        hidden = self.model.bert(packed, None if unprepared else self._compiled)
+        layers = None
+        if self._compiles and not unprepared:
+            executable.allow_every_bucket()
+            layers = self._layers
+        hidden = self.model.bert(packed, layers)
         return self.model.apply_heads(hidden, packed, heads) if heads else [hidden]
 
 

@@ -52,7 +52,8 @@ from packhorse.errors import (
     RequestFailed,
     RunnerStopped,
 )
-from packhorse.serve import page
+from packhorse.serve import admin, page
+from packhorse.serve.admin import LocalModels
 from packhorse.serve.calls import json_response
 from packhorse.serve.dialects import (
     clouds,
@@ -113,6 +114,9 @@ def create(
     # These answer by the handlers of routes above.
     infinity.add(app, models, settings)
     clouds.add(app, models, settings)
+    if settings.admin_key:
+        # Where engines are other processes, those open the models.
+        admin.add(app, models, others or LocalModels(models, settings))
     app.add_middleware(Shortcut, routes=app.routes, handlers=app.exception_handlers)
     return app
 

@@ -100,7 +100,8 @@ async def call(
         jobs = prepare()
     else:
         jobs = await asyncio.to_thread(prepare)
-    record.tokenize_seconds += perf_counter() - begun
+    record.tokenized = perf_counter()
+    record.tokenize_seconds += record.tokenized - begun
     _check_sizes(jobs, model, task)
     truncated = _check_truncation(jobs, model, truncate, options.get("max_length"))
     finished = await _run(model, jobs, request.receive, record, settings)

@@ -72,6 +72,7 @@ class Replica:
         self.name = serve.get_replica_context().replica_id.unique_id
         self.models = hosting.open_models(settings)
         self.app = create(settings, self.models)
+        self.models.begin_preparing()
 
     async def answer(self, request: ForwardedRequest) -> ForwardedResponse:
         """Answer one request."""

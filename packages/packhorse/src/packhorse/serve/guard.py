@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Seque
 from dataclasses import replace
 from functools import lru_cache
 from ipaddress import ip_address
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from packhorse.runtime.shares import FairRoom, Share
 from packhorse.serve import logs
@@ -38,6 +38,9 @@ from packhorse.serve.metrics import NO_KEY, UNMATCHED_ROUTE, Metrics, RequestRec
 from packhorse.serve.settings import ServeSettings
 from packhorse.serve.tickets import is_bulk, read_timeout
 from packhorse.serve.tracing import CURRENT, read_ids
+
+if TYPE_CHECKING:
+    from packhorse.serve.telemetry import Telemetry
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -50,6 +53,8 @@ PUBLIC_PATHS = ("/health", "/ping")
 # Answered under any load and while draining: an operator needs them most when the server is full.
 # None of them goes through a queue, except the one token that /ready may run.
 UNLIMITED_PATHS = ("/health", "/ping", "/ready", "/metrics", "/engine")
+ADMIN_PREFIX = "/admin/"  # of routes with a key of their own; see `admin`
+BEARER = {"www-authenticate": 'Bearer realm="packhorse"'}
 METHODS_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS", "DELETE")
 # Sent with every refusal: the client may still be sending a body that nobody will read, so the
 # connection cannot be used for another request.
@@ -93,6 +98,7 @@ class Guard:
         self.on_all_addresses = settings.host in ("", "0.0.0.0", "::")
         self._is_known_host = lru_cache(256)(self._is_own_host)  # to parse it takes 10 µs
         self.warned: set[tuple[str, str]] = set()  # models and keys whose texts were cut
+        self.telemetry: Telemetry | None = None  # set while traces and metrics are sent
         self.draining = False
         self.places = FairRoom(settings.max_concurrent_requests)
         self.bytes = FairRoom(settings.max_buffered_bytes)  # of bodies, complete or not
@@ -134,6 +140,7 @@ class Guard:
             # A status of 0 means that the connection ended before a response began.
             status = CLIENT_GONE if response.client_gone else response.status or CLIENT_GONE
             self.report(scope, record, status)
+            record.model = None  # the connection keeps the scope, and a removed model must not stay
             CURRENT.reset(current)
 
     async def _handle_other(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -226,7 +233,9 @@ class Guard:
     def _check_headers(self, scope: Scope) -> Failure | None:
         """Refuse what can be refused by the headers alone, before any byte of the body is read."""
         headers = dict(scope["headers"])
-        if not self.keys and not self._is_known_host(headers.get(b"host")):
+        # No web page can make a browser connect to a Unix socket.
+        any_host = self.keys or self.settings.unix_socket
+        if not any_host and not self._is_known_host(headers.get(b"host")):
             return Failure(403, FOREIGN_HOST, CLOSE)
         failure = self._check_access(scope, headers)
         if failure is not None or scope["method"] in METHODS_WITHOUT_BODY:
@@ -243,7 +252,10 @@ class Guard:
         if self.keys:
             key = find_key(self.keys, _key(headers.get(b"authorization", b"")))
             record.use_key(key)
-        if self.keys and scope["path"] not in PUBLIC_PATHS and key is None:
+        if self.settings.admin_key and scope["path"].startswith(ADMIN_PREFIX):
+            if not self._has_admin_key(headers):
+                return Failure(401, "the admin key is missing or wrong", {**BEARER, **CLOSE})
+        elif self.keys and scope["path"] not in PUBLIC_PATHS and key is None:
             # Basic makes a browser ask its user for the key, which is wanted when the page is
             # opened; calls of the page's script must fail instead.
             scheme = "Basic" if headers.get(b"sec-fetch-mode") == b"navigate" else "Bearer"
@@ -293,6 +305,10 @@ class Guard:
         # A rebinding page comes with a domain name, never with an address, so any address is safe;
         # a server that listens on all of them does not know which are its own.
         return address.is_loopback or self.on_all_addresses
+
+    def _has_admin_key(self, headers: dict[bytes, bytes]) -> bool:
+        sent = _key(headers.get(b"authorization", b""))
+        return find_key(parse_keys([self.settings.admin_key]), sent) is not None
 
     def _check_body_headers(self, headers: dict[bytes, bytes]) -> Failure | None:
         length = headers.get(b"content-length")
@@ -369,6 +385,9 @@ class Guard:
         route = getattr(scope.get("route"), "path", UNMATCHED_ROUTE)
         self.metrics.record(record, route, status)
         logs.log_request(record, route, status)
+        if self.telemetry is not None:
+            known = None if route == UNMATCHED_ROUTE else route
+            self.telemetry.record(scope, record, known, status)
 
     def _warn_of_truncation(self, record: RequestRecord) -> None:
         """Log once per model and key that texts are cut; the metric counts how many."""

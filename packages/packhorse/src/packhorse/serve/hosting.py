@@ -8,8 +8,11 @@ one process per device.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -33,6 +36,7 @@ from packhorse.serve.failures import UnknownModel
 from packhorse.serve.settings import ServeSettings
 from packhorse.serve.streams import Dispatcher, LocalDispatcher
 
+LOGGER = logging.getLogger("packhorse.serve")
 # Smaller than offline batches: a request cannot leave or enter a batch that runs already, so the
 # run time of one batch is added to everybody's latency.
 BATCH_TOKENS = {"cpu": 2048}
@@ -90,6 +94,16 @@ class ServedModel:
             self._fingerprints[prompt] = str(replace(self.fingerprint_parts, prompt=prompt))
         return self._fingerprints[prompt]
 
+    def begin_preparing(self) -> None:
+        """Compile or record batches from now on, with `--graphs`, while no request waits."""
+        backend = getattr(self.encoder, "backend", None)  # None: it runs in another process
+        if isinstance(backend, TorchBackend) and backend.graphs:
+            # Most requests ask for what the model was trained for.
+            heads = [head for head in ("classify", "embed") if head in self.encoder.heads][:1]
+            backend.prepare_later(self.runner.batches_of_every_size(), tuple(heads))
+            # Its batch wakes the engine, which looks for such work when a batch has ended.
+            self.runner.submit(_probe_input(), "hidden")
+
     def retry_after(self) -> int:
         """Whole seconds until the current queue has run, at the speed of the last batches."""
         return retry_seconds(self.runner.seconds_until_run())
@@ -132,6 +146,14 @@ class OtherProcesses(Protocol):
         """Return the metrics of all processes, as /metrics has them."""
         ...
 
+    async def open(self, name: str, source: str) -> None:
+        """Open a model and serve it, in place of the one of this name if there is one."""
+        ...
+
+    async def remove(self, name: str) -> None:
+        """Serve a model no more."""
+        ...
+
 
 class ServedModels:
     """All models of a server, by name; the first is the default."""
@@ -141,6 +163,23 @@ class ServedModels:
         if len(self._by_name) != len(models):
             names = ", ".join(model.name for model in models)
             raise InputError(f"two models have the same name ({names}); use --model NAME=MODEL")
+
+    def put(self, model: ServedModel) -> ServedModel | None:
+        """Serve a model from now on; return the one of its name, whose place it takes."""
+        replaced = self._by_name.get(model.name)
+        # A new dictionary: other threads may be iterating over the old one.
+        self._by_name = {**self._by_name, model.name: model}
+        return replaced
+
+    def serve(self, models: Sequence[ServedModel]) -> None:
+        """Serve these models from now on, and no others."""
+        self._by_name = {model.name: model for model in models}
+
+    def remove(self, name: str) -> ServedModel:
+        """Serve a model no more, and return it; raises `UnknownModel`."""
+        removed = self.named(name)
+        self._by_name = {key: model for key, model in self._by_name.items() if key != name}
+        return removed
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._by_name.values())
@@ -203,6 +242,11 @@ class ServedModels:
             if model.runner.idle_seconds() > max_age:
                 await _run_probe(model)
 
+    def begin_preparing(self) -> None:
+        """Call this when requests are answered: batches are compiled while none waits."""
+        for model in self:
+            model.begin_preparing()
+
     def close(self, drain: bool = True) -> None:
         """Stop all engines; waiting requests are answered with `drain`, failed without."""
         for model in self:
@@ -230,6 +274,46 @@ def open_models(settings: ServeSettings) -> ServedModels:
     return models
 
 
+def open_model(entry: str, settings: ServeSettings) -> ServedModel:
+    """Load a model beside those that are served; raises the reason why it cannot be loaded."""
+    try:
+        model = _open(entry, settings)
+        if settings.gpu_memory:
+            try:
+                model.runner.run_largest()
+            except BaseException:
+                model.runner.close(drain=False)
+                raise
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            f"there is not enough memory for {entry} beside the models that are served; remove one "
+            "first"
+        ) from error
+    model.begin_preparing()
+    return model
+
+
+def release(model: ServedModel) -> None:
+    """Close a model's runner as soon as no request refers to the model any more."""
+    weakref.finalize(model, _close_in_thread, model.name, model.runner).atexit = False
+
+
+def _close_in_thread(name: str, runner: PackRunner) -> None:
+    # The last reference may be dropped on any thread, also on the runner's own.
+    threading.Thread(target=_close_last, args=[name, [runner]], daemon=True).start()
+
+
+def _close_last(name: str, runners: list[PackRunner]) -> None:
+    """End the threads of a runner, which the caller refers to by this list alone."""
+    runner = runners.pop()
+    runner.close()
+    is_cuda = runner.encoder.device.type == "cuda"
+    LOGGER.info("no request uses the former %s any more; its memory is free", name)
+    del runner  # nothing refers to it and to its model any more; there are no cycles to collect
+    if is_cuda:
+        torch.cuda.empty_cache()
+
+
 def limit_gpu_memory(device: torch.device, gib: float) -> None:
     """Make torch refuse to take more of a GPU's memory than so much, in this process."""
     if device.type != "cuda":
@@ -251,7 +335,8 @@ def serve_model(
     """Start a runner for a loaded model, with the batch size and queue limits of the settings.
 
     With graphs, batches are compiled or recorded while no request waits: first those of sizes that
-    have come, then all others.
+    have come, then all others; and not before `begin_preparing`, because the compiler
+    would take the interpreter from a server that is starting.
     """
     tokens = settings.batch_tokens or BATCH_TOKENS.get(encoder.device.type, encoder.budget)
     capacity = min(settings.max_input_tokens or encoder.max_length, encoder.max_length)
@@ -270,9 +355,7 @@ def serve_model(
         when_idle=graphs.prepare_next if graphs else None,
     )
     if graphs:
-        # Most requests ask for what the model was trained for.
-        heads = [head for head in ("classify", "embed") if head in encoder.heads][:1]
-        graphs.prepare_later(runner.batches_of_every_size(), tuple(heads))
+        graphs.hold()
     return ServedModel(
         name or encoder.name,
         source or encoder.name,

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from fastapi import FastAPI
 
-from packhorse.errors import InputError, PackhorseError
+from packhorse.errors import InputError, MissingExtra, PackhorseError
 from packhorse.runtime.precision import load_ranges
-from packhorse.serve import hosting, logs
+from packhorse.serve import hosting, logs, tls, unix_socket
 from packhorse.serve.app import create, create_metrics_app, guarded
 from packhorse.serve.connections import protocol, sweep
 from packhorse.serve.dialects import token_ids
@@ -43,6 +43,7 @@ from packhorse.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     from packhorse.serve.rpc.server import RpcServer
+    from packhorse.serve.telemetry import Telemetry
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 0.1
@@ -50,8 +51,10 @@ MAX_BACKLOG = 2048  # connections that the kernel holds until they are accepted
 DEAD_ENGINE_SECONDS = 3.0  # from the death of an engine to the exit of the process
 EXIT_CUT_SHORT = 1
 EXIT_SECOND_SIGNAL = 143  # 128 + SIGTERM, as a shell reports it
+OTLP_PROTOCOL = "http/protobuf"
 EXTRA_FILES = 256  # open files besides connections: models, logs, what libraries open
-Ready = Callable[[str, int, ServedModels], None]  # host, port, models
+# Host, port (empty and 0 for a Unix socket) and models.
+Ready = Callable[[str, int, ServedModels], None]
 OpenApp = Callable[[ServeSettings], AbstractContextManager[tuple[FastAPI, ServedModels]]]
 
 
@@ -77,6 +80,7 @@ def local_app(settings: ServeSettings) -> Iterator[tuple[FastAPI, ServedModels]]
 def check_files(settings: ServeSettings) -> None:
     """Raise `InputError` for a file of the settings that cannot be read, before models load."""
     token_ids.load_table(settings.token_ids)
+    tls.Certificate.of(settings)
     for entry in settings.calibration:
         load_ranges(Path(entry.rpartition("=")[2]))
 
@@ -88,16 +92,25 @@ def run(settings: ServeSettings, ready: Ready, open_app: OpenApp = local_app) ->
     raise_file_limit(settings)
     bound, side_bound = bind_ports(settings)
     grpc_bound = bind(settings, settings.grpc_port) if settings.grpc_port else None
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
+    def leave(*_: Any) -> None:
+        bound.close()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
     reloader = KeyReloader(settings.api_key_file, settings.keys[settings.file_keys :])
     reloader.wait()
-    with open_app(settings) as (app, models):
+    with bound, open_app(settings) as (app, models), open_telemetry(settings) as telemetry:
         outer, guard = guarded(app)
         reloader.use = guard.use_keys
+        if telemetry is not None:
+            telemetry.observe(app.state.metrics.read_figures)
+            guard.telemetry = telemetry
         gc.collect()
         gc.freeze()  # models and code live as long as the process; never scan them again
-        report = partial(report_ready, ready, bound, models)
-        config = configuration(outer, settings)
+        report = partial(report_ready, ready, settings, bound, models)
+        certificate = tls.Certificate.of(settings)
+        config = configuration(outer, settings, certificate=certificate)
         if grpc_bound is not None:
             grpc_bound.close()  # gRPC binds by itself, and would listen from then on
         rpc = open_rpc(app, guard)
@@ -143,6 +156,46 @@ def open_rpc(app: FastAPI, guard: Guard, share_port: bool = False) -> RpcServer 
     return RpcServer(app, guard, share_port)
 
 
+@contextmanager
+def open_telemetry(settings: ServeSettings) -> Iterator[Telemetry | None]:
+    """Send traces and metrics during the block; the value is None if nobody wants them.
+
+    The variables of OpenTelemetry may be set for all programs of a machine or a cluster, so they
+    alone never keep the server from starting.
+    """
+    variables = [f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT" for kind in ("", "TRACES_", "METRICS_")]
+    is_wanted = bool(settings.otlp_endpoint) or any(map(os.environ.get, variables))
+    if not is_wanted or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        yield None
+        return
+    try:
+        telemetry = _start_telemetry(settings)
+    except (InputError, MissingExtra) as problem:
+        if settings.otlp_endpoint:
+            raise
+        logs.LOGGER.warning("traces and metrics are not sent: %s", problem)
+        yield None
+        return
+    try:
+        yield telemetry
+    finally:
+        telemetry.close()
+
+
+def _start_telemetry(settings: ServeSettings) -> Telemetry:
+    sender = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or OTLP_PROTOCOL
+    if sender != OTLP_PROTOCOL:
+        raise InputError(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is {sender}, and this server sends {OTLP_PROTOCOL}; set "
+            "it to that, and the endpoint to the port that the collector has for it, usually 4318"
+        )
+    try:
+        from packhorse.serve.telemetry import Telemetry
+    except ImportError as error:
+        raise MissingExtra("opentelemetry-exporter-otlp-proto-common", "otel") from error
+    return Telemetry(settings)
+
+
 def bind(settings: ServeSettings, port: int) -> socket.socket:
     """Return a socket that is bound but does not listen yet; raises `InputError`."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -158,8 +211,15 @@ def bind(settings: ServeSettings, port: int) -> socket.socket:
 
 
 def bind_ports(settings: ServeSettings) -> tuple[socket.socket, socket.socket | None]:
-    """Return the sockets of --port and --metrics-port, the latter None if there is none."""
-    bound = bind(settings, settings.port)
+    """Return the sockets of --port and --metrics-port, the latter None if there is none.
+
+    With --unix-socket the first is that, and there is no --port.
+    """
+    if settings.unix_socket:
+        mode = int(settings.unix_socket_mode, 8)
+        bound = unix_socket.bind(Path(settings.unix_socket), mode)
+    else:
+        bound = bind(settings, settings.port)
     if not settings.metrics_port:
         return bound, None
     try:
@@ -172,19 +232,30 @@ def bind_ports(settings: ServeSettings) -> tuple[socket.socket, socket.socket | 
     return bound, side_bound
 
 
-def report_ready(ready: Ready, bound: socket.socket, models: ServedModels) -> None:
+def report_ready(
+    ready: Ready, settings: ServeSettings, bound: socket.socket, models: ServedModels
+) -> None:
     """Log where the server listens and what it serves, and call `ready`."""
-    host, port, *_ = bound.getsockname()
     for model in models:
         tasks = ", ".join(model.tasks)
         logs.LOGGER.info("%s on %s supports: %s", model.name, model.encoder.device, tasks)
+    if settings.unix_socket:
+        path = settings.unix_socket
+        logs.LOGGER.info("serving on unix:%s", path, extra={"facts": {"unix_socket": path}})
+        return ready("", 0, models)
+    host, port, *_ = bound.getsockname()
+    scheme = "https" if settings.tls_cert else "http"
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    logs.LOGGER.info("serving on http://%s", address, extra={"facts": {"host": host, "port": port}})
+    facts = {"host": host, "port": port}
+    logs.LOGGER.info("serving on %s://%s", scheme, address, extra={"facts": facts})
     ready(host, port, models)
 
 
 def configuration(
-    app: Any, settings: ServeSettings, max_connections: int | None = None
+    app: Any,
+    settings: ServeSettings,
+    max_connections: int | None = None,
+    certificate: tls.Certificate | None = None,
 ) -> uvicorn.Config:
     """Return uvicorn's configuration: our protocol and our limits, none of its own features.
 
@@ -192,7 +263,8 @@ def configuration(
     """
     return uvicorn.Config(
         app,
-        http=protocol(settings),
+        http=tls.protocol(settings, certificate) if certificate else protocol(settings),
+        loop="asyncio" if certificate else "auto",  # uvloop reads too early, see `tls`
         ws="none",
         lifespan="on",
         log_config=None,
@@ -262,6 +334,7 @@ class DrainingServer(uvicorn.Server):
         if self.ends_with_engine:
             self._tasks.append(loop.create_task(self._watch_engines()))
         self.report_ready()
+        self.models.begin_preparing()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the connections; the application's lifespan then ends the engines."""

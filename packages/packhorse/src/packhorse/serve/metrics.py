@@ -60,6 +60,7 @@ class RequestRecord:
     share: Share | None = None  # None: the server does not divide between shares
     deadline: float = math.inf  # by `time.monotonic`
     tokenize_seconds: float = 0.0
+    tokenized: float = 0.0  # `perf_counter` when the inputs had been tokenized; 0 before
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
     error: str = ""  # kind of error that the request ended with
@@ -169,7 +170,8 @@ class Metrics:
         def read_local() -> list[RunnerFigures]:
             return [runner_figures(model, **(labels or {})) for model in models]
 
-        self._runners = _RunnerCollector(read_figures or read_local)
+        self.read_figures = read_figures or read_local
+        self._runners = _RunnerCollector(self.read_figures)
         self.registry.register(self._runners)
         self.tei = tei_metrics.RequestCollector(self.errors, SECONDS)
         self.registry.register(self.tei)

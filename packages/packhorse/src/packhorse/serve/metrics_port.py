@@ -6,7 +6,7 @@ Probes and Prometheus have no key, and should not need one that also answers req
 application behind this port (`app.create_base`) has no other routes: nothing that reaches it can
 run a model on texts, except the one token of /ready. It has a guard of its own, so that the Host
 header is checked as on a server without keys (DNS rebinding), and connections, headers and times
-are bounded as on the main port. A body is refused.
+are bounded as on the main port. A body is refused. It speaks HTTP without TLS, as probes do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ def port_settings(settings: ServeSettings) -> ServeSettings:
         metrics_host="",
         metrics_port=0,
         grpc_port=0,
+        unix_socket="",
+        tls_cert="",
+        tls_key="",
         keys=(),
+        admin_key="",
         cors_origin=(),
         max_connections=min(MAX_CONNECTIONS, settings.max_connections),
         max_concurrent_requests=MAX_CONNECTIONS,

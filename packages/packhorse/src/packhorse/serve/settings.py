@@ -15,6 +15,7 @@ This module imports no torch and no web framework.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
@@ -23,7 +24,7 @@ from typing import Any, Literal
 
 from packhorse import settings
 from packhorse.errors import InputError
-from packhorse.serve.keys import api_keys, parse_keys
+from packhorse.serve.keys import api_keys, find_key, parse_keys
 from packhorse.settings import setting
 
 PREFIX = "PACKHORSE_SERVE_"
@@ -118,9 +119,25 @@ class ServeSettings:
     grpc_port: int = setting(
         0, NETWORK, "Port for gRPC as text-embeddings-inference has it; 0: none.", maximum=65535
     )
+    unix_socket: str = setting(
+        "", NETWORK, "Path of a Unix socket to listen on, in place of --host and --port."
+    )
+    unix_socket_mode: str = setting(
+        "600", NETWORK, "Mode of the socket's file: who may connect, as for chmod."
+    )
+    tls_cert: str = setting(
+        "", NETWORK, "Certificate in PEM, with those between it and its root: serve HTTPS."
+    )
+    tls_key: str = setting("", NETWORK, "Its private key in PEM, which only you may read.")
     insecure: bool = setting(False, NETWORK, "Serve the network without an API key.")
     api_key_file: str = setting(
         "", NETWORK, "File of API keys, a KEY or NAME: KEY per line; SIGHUP has it read again."
+    )
+    admin_key_file: str = setting(
+        "",
+        NETWORK,
+        "File of the key for /admin, whose routes change the served models; without it there are "
+        "none.",
     )
     cors_origin: tuple[str, ...] = setting(
         (), NETWORK, "An origin whose pages may call this server; may be repeated."
@@ -189,6 +206,13 @@ class ServeSettings:
     )
     log_requests: bool = setting(False, LOGS, "A line for every request; never its texts.")
 
+    otlp_endpoint: str = setting(
+        "",
+        LOGS,
+        "Where traces and metrics are sent over OTLP/HTTP, such as http://localhost:4318; "
+        "default OTEL_EXPORTER_OTLP_ENDPOINT, else nowhere.",
+    )
+
     engine: Literal["local", "ray"] = setting(
         "local", CLUSTER, "Where models run: in this process, or in replicas on a Ray cluster."
     )
@@ -199,9 +223,11 @@ class ServeSettings:
     # Neither a flag nor in a file of settings: see `api_keys`.
     keys: tuple[str, ...] = field(default=(), repr=False)
     file_keys: int = 0  # so many of the keys, the first, are from the file
+    admin_key: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         settings.check_bounds(self)
+        self._check_network()
         if not self.model:
             raise InputError("there is no model to serve; name one with --model")
         if self.engine != "ray" and (self.replicas > 1 or self.max_replicas or self.ray_address):
@@ -218,19 +244,37 @@ class ServeSettings:
             raise InputError("--fronts needs Linux: its processes share memory by memfd")
         if self.device and self.devices:
             raise InputError("--device and --devices both name devices; use one of them")
-        if self.metrics_port and self.metrics_port in (self.port, self.grpc_port):
-            raise InputError("--metrics-port must differ from --port and --grpc-port")
-        if self.metrics_host and not self.metrics_port:
-            raise InputError("--metrics-host needs --metrics-port")
         if self.max_replicas and self.max_replicas < self.replicas:
             raise InputError(
                 f"max_replicas is {self.max_replicas}; it must be at least replicas "
                 f"({self.replicas}), or 0"
             )
 
+    def _check_network(self) -> None:
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise InputError(f"--otlp-endpoint is {self.otlp_endpoint}; it begins with http://")
+        if self.admin_key_file and self.engine == "ray":
+            raise InputError("--admin-key-file is for --engine local; Ray redeploys its replicas")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise InputError("--tls-cert and --tls-key belong together; pass both")
+        if self.unix_socket and self.tls_cert:
+            raise InputError(
+                "--unix-socket needs no TLS: what it carries does not leave this machine"
+            )
+        if not re.fullmatch("[0-7]{3}", self.unix_socket_mode):
+            raise InputError(
+                f"--unix-socket-mode is {self.unix_socket_mode}; use digits, as in 660"
+            )
+        if self.metrics_port and self.metrics_port in (self.port, self.grpc_port):
+            raise InputError("--metrics-port must differ from --port and --grpc-port")
+        if self.metrics_host and not self.metrics_port:
+            raise InputError("--metrics-host needs --metrics-port")
+
     @property
     def is_local(self) -> bool:
         """Can nobody but this machine reach it?"""
+        if self.unix_socket and not self.grpc_port:
+            return True
         try:
             return ip_address(self.host).is_loopback
         except ValueError:
@@ -263,11 +307,23 @@ def resolve(
     resolved = settings.resolve(ServeSettings, values).settings
     file_keys = api_keys(resolved.api_key_file, "")
     keys = tuple(dict.fromkeys((*file_keys, *api_keys("", environment.get(KEY_VARIABLE, "")))))
-    parse_keys(keys)
-    resolved = replace(resolved, keys=keys, file_keys=len(file_keys))
+    admin_key = _admin_key(resolved.admin_key_file)
+    if admin_key and find_key(parse_keys(keys), admin_key.encode()):
+        raise InputError("the key of --admin-key-file is an API key too; make another one for it")
+    resolved = replace(resolved, keys=keys, file_keys=len(file_keys), admin_key=admin_key)
     if not (resolved.is_local or resolved.keys or resolved.insecure):
         raise InputError(
             f"{resolved.host} can be reached by others and there is no API key; set {KEY_VARIABLE} "
             "or --api-key-file, or pass --insecure to serve everyone"
         )
     return resolved
+
+
+def _admin_key(file: str) -> str:
+    """The key in the file of --admin-key-file; empty without one."""
+    if not file:
+        return ""
+    keys = api_keys(file, "")
+    if len(keys) != 1 or " " in keys[0]:
+        raise InputError(f"{file} is not one key in one line; /admin has one, without a name")
+    return keys[0]

@@ -178,13 +178,16 @@ def test_another_model_is_not_served_under_the_same_name() -> None:
     from packhorse.errors import CheckpointError
     from packhorse.serve.processes.supervisor import _check_same
 
-    model = {"name": "tiny", "fingerprint": {"weights": "a", "dtype": "fp32"}, "outputs": {}}
+    model: dict[str, Any] = {"name": "tiny", "place": 0, "outputs": {}}
+    model["fingerprint"] = {"weights": "a", "dtype": "fp32"}
     _check_same([model], [dict(model)])
     other = {**model, "fingerprint": {"weights": "b", "dtype": "fp32"}}
     with pytest.raises(CheckpointError, match="its weights differs"):
         _check_same([model], [other])
     with pytest.raises(CheckpointError, match="other outputs"):
         _check_same([model], [{**model, "outputs": {"embed": [3]}}])
+    with pytest.raises(CheckpointError, match="models were changed"):
+        _check_same([model], [{**model, "place": 1}])
 
 
 def test_an_engine_that_is_being_replaced_is_down_in_the_metrics() -> None:

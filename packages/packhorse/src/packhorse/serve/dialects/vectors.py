@@ -51,13 +51,18 @@ def choose_prompt(model: ServedModel, purpose: str | None) -> str | None:
 
 
 def load_calibration(entries: Sequence[str], models: ServedModels) -> Ranges:
-    """Read the files of `--calibration`: FILE for all models, NAME=FILE for one of them."""
+    """Read the files of `--calibration`: FILE for all models, NAME=FILE for one of them.
+
+    Those of FILE are for models that are added later, too; they are under the name "".
+    """
     ranges: dict[str, np.ndarray] = {}
     for entry in entries:
         name, _, file = entry.rpartition("=")
         array = load_ranges(Path(file))
         for model in models if not name else [models.named(name)]:
             ranges[model.name] = array
+        if not name:
+            ranges[""] = array
     return ranges
 
 
@@ -68,7 +73,7 @@ def quantize_vectors(
     if numbers == "float":
         return vectors
     precision: Precision = numbers
-    ranges = calibration.get(model.name)
+    ranges = calibration.get(model.name, calibration.get(""))
     width = len(vectors[0])
     if numbers in ("int8", "uint8") and ranges is not None and ranges.shape[1] != width:
         raise InputError(

@@ -41,6 +41,7 @@ class ModelDescription:
 
     name: str
     source: str
+    place: int  # number of the model in all engines, which no other model ever has
     opened: float
     tokenizer: str  # `Tokenizer.to_json`
     heads: tuple[str, ...]
@@ -109,14 +110,15 @@ class _NoBackend:
         raise RuntimeError("this process has no model; requests are run by an engine process")
 
 
-def describe(model: ServedModel) -> ModelDescription:
-    """Describe a model that is open in this process."""
+def describe(model: ServedModel, place: int) -> ModelDescription:
+    """Describe a model that is open in this process, and has this number in it."""
     encoder = model.encoder
     runner = model.runner
     embedder = encoder.embedder
     return ModelDescription(
         name=model.name,
         source=model.source,
+        place=place,
         opened=model.opened,
         tokenizer=encoder.tokenizer.to_json(),
         heads=encoder.heads,

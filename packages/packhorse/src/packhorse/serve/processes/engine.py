@@ -29,13 +29,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from packhorse.errors import PackhorseError, RequestFailed
+from packhorse.errors import PackhorseError, RequestFailed, RunnerStopped
 from packhorse.runtime.admission import PackedFuture
 from packhorse.runtime.runner import PackRunner
 from packhorse.runtime.tasks import InferenceJob
-from packhorse.serve import hosting, logs
+from packhorse.serve import hosting, life, logs
 from packhorse.serve.connections import trim_memory
-from packhorse.serve.hosting import ServedModels
+from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.metrics import Metrics, families_to_json
 from packhorse.serve.page import describe_engine
 from packhorse.serve.processes.arena import Arena
@@ -98,6 +98,11 @@ class FrontLink:
     def reply(self, record: bytes) -> None:
         """Add a reply to those that the next `flush` sends, from any thread."""
         self._replies.append(record)
+
+    def refuse(self, request: int, error: PackhorseError) -> None:
+        """Add the reply to a request that was not started to those that wait."""
+        with self._lock:
+            self._unsent += pack_failed(request, error, 0, 0.0)
 
     def flush(self) -> bool:
         """Send the replies that wait, from any thread; return whether none is left."""
@@ -261,19 +266,28 @@ def _heads(names: str) -> tuple[str, ...]:
 class EngineProcess:
     """The main loop of an engine process."""
 
-    def __init__(self, control: Control, models: ServedModels, labels: dict[str, str]) -> None:
+    def __init__(
+        self,
+        control: Control,
+        settings: ServeSettings,
+        served: ServedModels,
+        models: dict[int, ServedModel],
+        labels: dict[str, str],
+    ) -> None:
+        """`models` are by their place; see `ModelDescription`."""
         self.control = control
-        self.served = models
-        self.models = list(models)
+        self.settings = settings
+        self.models = models  # also those that only requests under way still use
+        self.served = served
         self.labels = labels
-        self.metrics = Metrics(models, labels=labels)
+        self.metrics = Metrics(self.served, labels=labels)
         self.selector = selectors.DefaultSelector()
         self.links: tuple[FrontLink, ...] = ()  # replaced and not changed: runners read it
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.selector.register(control.socket, selectors.EVENT_READ, self._on_control)
         self.selector.register(self._eventfd, selectors.EVENT_READ, self._on_wake)
         self.stopping = False
-        for model in models:
+        for model in models.values():
             model.runner.on_replied(self._send_replies)
 
     def run(self) -> None:
@@ -307,14 +321,37 @@ class EngineProcess:
             with suppress(OSError):  # a supervisor that does not read has no use for them
                 value = self._reply(message)
                 self.control.send({"kind": "reply", "id": message["id"], "value": value})
+        elif message["kind"] == "open":
+            threading.Thread(target=self._open, args=[message], daemon=True).start()
+        elif message["kind"] == "serve":
+            self.served.serve([self.models[place] for place in message["places"]])
+        elif message["kind"] == "close":
+            if (model := self.models.pop(message["place"], None)) is not None:
+                hosting.release(model)
         elif message["kind"] == "stop":
             self.stopping = True
+
+    def _open(self, message: dict[str, Any]) -> None:
+        """Open a model and reply with its description, or why there is none."""
+        place = message["place"]
+        try:
+            model = hosting.open_model(message["entry"], self.settings)
+            value = asdict(describe(model, place))
+            model.runner.on_replied(self._send_replies)
+            self.models[place] = model
+        except PackhorseError as error:
+            value = {"error": type(error).__name__, "message": str(error)}
+        except Exception as error:
+            logs.LOGGER.exception("a model could not be opened")
+            value = {"error": type(error).__name__, "message": "it could not be opened"}
+        with suppress(OSError):
+            self.control.send({"kind": "reply", "id": message["id"], "value": value})
 
     def _reply(self, message: dict[str, Any]) -> Any:
         if message["what"] == "metrics":
             return families_to_json(self.metrics.runners())
         return [
-            {**describe_engine(model, message["batches"]), **self.labels} for model in self.models
+            {**describe_engine(model, message["batches"]), **self.labels} for model in self.served
         ]
 
     def _on_link(self, link: FrontLink, events: int) -> None:
@@ -341,9 +378,11 @@ class EngineProcess:
             self._watch_writable(link)
 
     def _start(self, link: FrontLink, run: Run) -> None:
-        runner = self.models[run.model].runner
-        runner.wait_for_engine()
-        request = EngineRequest(link, runner, run)
+        model = self.models.get(run.model)
+        if model is None:  # it was removed, and this engine was started afterwards
+            return link.refuse(run.request, RunnerStopped("this model is served no more"))
+        model.runner.wait_for_engine()
+        request = EngineRequest(link, model.runner, run)
         link.requests[run.request] = request
         request.start()
 
@@ -386,13 +425,19 @@ def main(control: Control) -> int:
     logs.set_up(settings)
     try:
         models = hosting.open_models(settings)
-        described = [asdict(describe(model)) for model in models]
+        places = dict(zip(message["places"], models, strict=True))
+        described = [asdict(describe(model, place)) for place, model in places.items()]
     except PackhorseError as error:
         control.send({"kind": "failed", "error": type(error).__name__, "message": str(error)})
         return EXIT_NOT_OPENED
     gc.collect()
     gc.freeze()  # models and code live as long as the process; never scan them again
     control.send({"kind": "models", "models": described})
-    EngineProcess(control, models, message["labels"]).run()
+    models.begin_preparing()
+    process = EngineProcess(control, settings, models, places, message["labels"])
+    with life.open_telemetry(settings) as telemetry:
+        if telemetry is not None:
+            telemetry.observe(process.metrics.read_figures)
+        process.run()
     models.close()
     return 0

@@ -17,7 +17,8 @@ import gc
 import math
 import socket
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,12 +33,18 @@ from packhorse.runtime.batches import PER_TOKEN, PackedShape
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.shares import Share, Ticket
 from packhorse.runtime.tasks import InferenceJob, Row, TaskInput
-from packhorse.serve import logs
+from packhorse.serve import logs, tls
 from packhorse.serve.app import create, guarded
 from packhorse.serve.dialects import token_ids
 from packhorse.serve.failures import TooLarge
 from packhorse.serve.hosting import ServedModel, ServedModels
-from packhorse.serve.life import DrainingServer, configuration, open_rpc, raise_file_limit
+from packhorse.serve.life import (
+    DrainingServer,
+    configuration,
+    open_rpc,
+    open_telemetry,
+    raise_file_limit,
+)
 from packhorse.serve.metrics import families_to_json, merged_page
 from packhorse.serve.processes.arena import Arena
 from packhorse.serve.processes.descriptions import ModelDescription
@@ -51,6 +58,7 @@ from packhorse.serve.processes.messages import (
     Records,
     Run,
     pack_cancel,
+    rebuild_error,
     unpack_failed,
 )
 from packhorse.serve.settings import ServeSettings
@@ -120,7 +128,6 @@ class EngineLink:
 
     def start(
         self,
-        model: int,
         description: ModelDescription,
         jobs: Sequence[InferenceJob],
         ticket: Ticket | None = None,
@@ -163,7 +170,7 @@ class EngineLink:
         number = next(self._numbers)
         run = Run(
             number,
-            model,
+            description.place,
             -1 if only is None else only,
             n,
             tokens,
@@ -293,10 +300,7 @@ class EnginePool:
 class FrontRunner:
     """Takes the place of a `PackRunner` in a front, whose models run in engines."""
 
-    def __init__(
-        self, place: int, description: ModelDescription, encoder: Encoder, pool: EnginePool
-    ) -> None:
-        self.place = place  # of the model among those of an engine
+    def __init__(self, description: ModelDescription, encoder: Encoder, pool: EnginePool) -> None:
         self.description = description
         self.encoder = encoder
         self.pool = pool
@@ -317,7 +321,7 @@ class FrontRunner:
 
     def start(self, jobs: Sequence[InferenceJob], ticket: Ticket | None = None) -> FrontRequest:
         """Send jobs, which all need the same heads, to an engine."""
-        return self.pool.least_busy().start(self.place, self.description, jobs, ticket)
+        return self.pool.least_busy().start(self.description, jobs, ticket)
 
     def submit(self, text: TaskInput, task: str = "embed") -> Future[None]:
         """Run the probe of /ready."""
@@ -378,12 +382,28 @@ class SupervisorClient:
         """Return the metrics of all processes."""
         return merged_page(await self._ask("metrics"))
 
-    async def _ask(self, subject: str, **options: Any) -> Any:
+    async def open(self, name: str, source: str) -> None:
+        """Have the engines open a model, and all fronts serve it; see `admin.ModelChanger`."""
+        await self._change(action="open", name=name, source=source)
+
+    async def remove(self, name: str) -> None:
+        """Have all fronts serve a model no more."""
+        await self._change(action="remove", name=name)
+
+    async def _change(self, **change: str) -> None:
+        """Ask for a change, which ends when this front and all others have made it."""
+        result = await self._ask("change", seconds=None, change=change)
+        if "error" in result:
+            raise rebuild_error(result["error"], result["message"])
+
+    async def _ask(
+        self, subject: str, seconds: float | None = ASK_SECONDS + 1, **options: Any
+    ) -> Any:
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
         try:
             self.control.send({"kind": "ask", "id": number, "what": subject, **options})
-            async with asyncio.timeout(ASK_SECONDS + 1):
+            async with asyncio.timeout(seconds):
                 return await reply
         except (OSError, TimeoutError) as error:
             raise RunnerStopped("the other processes of the server did not reply") from error
@@ -406,9 +426,9 @@ class SupervisorClient:
                 reply.set_result(message["value"])
         elif message["kind"] == "ask" and self.server is not None:
             if message["what"] == "ready":
-                task = asyncio.get_running_loop().create_task(self._check_ready(message["id"]))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._spawn(self._check_ready(message["id"]))
+            elif message["what"] == "serve":
+                self._spawn(self._serve(message["id"], message["models"]))
             else:
                 value = families_to_json(self.server.guard.metrics.requests_only())
                 self._reply(message["id"], value)
@@ -416,6 +436,32 @@ class SupervisorClient:
             self.server.guard.use_keys(message["keys"])
         elif message["kind"] == "stop" and self.server is not None:
             self.server.begin_draining()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, number: int, descriptions: list[dict[str, Any]]) -> None:
+        """Serve these models from now on; tell when no request uses those that are gone."""
+        served = cast(DrainingServer, self.server).models
+        kept = {_place(model): model for model in served}
+        models: list[ServedModel] = []
+        for fields in descriptions:
+            description = ModelDescription(**fields)
+            model = kept.pop(description.place, None)
+            if model is None:  # in a thread, because a tokenizer takes its time
+                model = await asyncio.to_thread(open_model, description, self.pool)
+            models.append(model)
+        served.serve(models)
+        self._reply(number, READY)
+        for place, model in kept.items():
+            weakref.finalize(model, self._on_unused, place).atexit = False
+
+    def _on_unused(self, place: int) -> None:
+        """Called on any thread when no request uses a model any more that was removed."""
+        with suppress(OSError):
+            self.control.send({"kind": "unused", "place": place})
 
     async def _check_ready(self, number: int) -> None:
         """Reply to the supervisor whether requests can be answered."""
@@ -438,6 +484,10 @@ class SupervisorClient:
         end = socket.socket(fileno=descriptors[0])
         link = EngineLink(end, Arena(descriptors[1]), asyncio.get_running_loop())
         self.pool.add(engine, link)
+
+
+def _place(model: ServedModel) -> int:
+    return cast(FrontRunner, model.dispatcher).description.place
 
 
 class FairSocket(socket.socket):
@@ -463,23 +513,23 @@ class FairSocket(socket.socket):
 
 def open_models(descriptions: Sequence[ModelDescription], pool: EnginePool) -> ServedModels:
     """Return the models of the engines, as the application takes them."""
-    models: list[ServedModel] = []
-    for place, description in enumerate(descriptions):
-        encoder = description.encoder()
-        encoder.tokenizer.encode(["the first text builds what the others use"])
-        runner = FrontRunner(place, description, encoder, pool)
-        models.append(
-            ServedModel(
-                description.name,
-                description.source,
-                encoder,
-                cast(Any, runner),
-                runner,
-                Fingerprint(**description.fingerprint),
-                description.opened,
-            )
-        )
-    return ServedModels(models)
+    return ServedModels([open_model(description, pool) for description in descriptions])
+
+
+def open_model(description: ModelDescription, pool: EnginePool) -> ServedModel:
+    """Return a model of the engines, as the application takes it."""
+    encoder = description.encoder()
+    encoder.tokenizer.encode(["the first text builds what the others use"])
+    runner = FrontRunner(description, encoder, pool)
+    return ServedModel(
+        description.name,
+        description.source,
+        encoder,
+        cast(Any, runner),
+        runner,
+        Fingerprint(**description.fingerprint),
+        description.opened,
+    )
 
 
 def divide_limits(settings: ServeSettings, fronts: int) -> ServeSettings:
@@ -513,8 +563,9 @@ def main(control: Control) -> int:
     outer, guard = guarded(app, limits)
     gc.collect()
     gc.freeze()
+    certificate = tls.Certificate.of(settings)
     server = DrainingServer(
-        configuration(outer, limits, settings.max_connections),
+        configuration(outer, limits, settings.max_connections, certificate),
         guard,
         models,
         lambda: control.send({"kind": "ready"}),
@@ -531,5 +582,7 @@ def main(control: Control) -> int:
             await asyncio.sleep(0.01)
         await server.serve(sockets=[FairSocket(fileno=listening)])
 
-    asyncio.run(serve())
+    with open_telemetry(settings) as telemetry:
+        guard.telemetry = telemetry
+        asyncio.run(serve())
     return 1 if server.unfinished else 0

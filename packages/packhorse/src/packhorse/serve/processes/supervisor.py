@@ -55,6 +55,8 @@ CORES_PER_FRONT = 2  # by default: fronts take half of the cores, the rest is th
 MAX_QUICK_DEATHS = 3
 QUICK_SECONDS = 30.0
 ASK_SECONDS = 2.0  # for the figures of all processes
+OPEN_SECONDS = 3600.0  # for an engine to open a model, which may have to be fetched first
+SERVE_SECONDS = 60.0  # for a front to serve another model
 STOP_SECONDS = 10.0  # for an engine to stop, and for a front beyond its time to drain
 
 
@@ -132,6 +134,10 @@ class Supervisor:
         self.engines: dict[int, ChildProcess] = {}  # ready, by number
         self.fronts: dict[int, ChildProcess] = {}
         self.models: list[dict[str, Any]] = []
+        # The numbers of fronts with requests under way on a model that was removed, by its place.
+        self.users: dict[int, set[int]] = {}
+        self._places = count(len(settings.model))  # of the next models
+        self._change = asyncio.Lock()  # held while models are changed
         self.retired: list[Any] = []  # the last metrics of fronts that are gone, added up
         self.stopping = False
         self.failure: PackhorseError | None = None
@@ -159,7 +165,7 @@ class Supervisor:
                     if self.side_bound is not None:
                         self.side_port = MetricsPort(self)
                         await self.side_port.open(stack, self.side_bound)
-                    report_ready(self.ready, self.bound, self.described(None))
+                    report_ready(self.ready, self.settings, self.bound, self.described(None))
                     await stopped
                 starting.cancel()
             finally:
@@ -188,10 +194,17 @@ class Supervisor:
         if len(self.devices) > 1:
             threads = threads or max(1, processor.usable_cores() // len(self.devices))
         settings = replace(
-            self.settings, device=self.devices[number], devices=(), threads=threads, keys=()
+            self.settings,
+            device=self.devices[number],
+            devices=(),
+            threads=threads,
+            keys=(),
+            admin_key="",
         )
         engine = await self._start("engine", number)
-        engine.control.send({"settings": asdict(settings), "labels": self._labels(number)})
+        places = [model["place"] for model in self.models] or list(range(len(settings.model)))
+        start = {"settings": asdict(settings), "labels": self._labels(number), "places": places}
+        engine.control.send(start)
         message = await engine.first_message
         if message["kind"] == "failed":
             raise rebuild_error(message["error"], message["message"])
@@ -284,6 +297,8 @@ class Supervisor:
             )
             child.first_message.exception()  # somebody may have stopped waiting for it
             return
+        if child.kind == "front":
+            self._forget_user(child.number)
         group = self.engines if child.kind == "engine" else self.fronts
         if self.stopping or group.get(child.number) is not child:
             return
@@ -323,8 +338,12 @@ class Supervisor:
         if received is None:
             return False
         message, _ = received
-        if message["kind"] == "ask":
+        if message["kind"] == "ask" and message["what"] == "change":
+            self._spawn(self._change_models(child, message))
+        elif message["kind"] == "ask":
             self._spawn(self._answer(child, message))
+        elif message["kind"] == "unused":
+            self._on_unused(message["place"], child.number)
         elif message["kind"] == "reply":
             if (reply := self._replies.get(message["id"])) and not reply.done():
                 reply.set_result(message["value"])
@@ -339,6 +358,104 @@ class Supervisor:
             front.control.send({"kind": "reply", "id": message["id"], "value": values})
         except OSError:
             logs.LOGGER.debug("%s was gone before its figures came", front)
+
+    # Models that come and go -------------------------------------------------------------------
+
+    async def _change_models(self, front: ChildProcess, message: dict[str, Any]) -> None:
+        """Make a change that a front asks for, and reply when all fronts have made it."""
+        change = message["change"]
+        async with self._change:
+            try:
+                models = [model for model in self.models if model["name"] != change["name"]]
+                if change["action"] == "open":
+                    models = await self._open_model(change["name"], change["source"])
+                await self._serve_models(models)
+                value: dict[str, Any] = {}
+            except PackhorseError as error:
+                value = {"error": type(error).__name__, "message": str(error)}
+        with suppress(OSError):  # the front is gone, and with it whoever asked
+            front.control.send({"kind": "reply", "id": message["id"], "value": value})
+
+    async def _open_model(self, name: str, source: str) -> list[dict[str, Any]]:
+        """Open a model in all engines; return the models with it in its place."""
+        place = next(self._places)
+        engines = list(self.engines.values())
+        if not engines:
+            raise RunnerStopped("no engine is running; one is being started")
+        request = {"kind": "open", "place": place, "entry": f"{name}={source}"}
+        replies = await asyncio.gather(
+            *[self._request(engine, request, OPEN_SECONDS) for engine in engines]
+        )
+        opened: list[dict[str, Any]] = []
+        try:
+            for reply in replies:
+                if reply is None:
+                    raise RunnerStopped(f"an engine ended while it opened {name}")
+                if "error" in reply:
+                    raise rebuild_error(reply["error"], reply["message"])
+                opened.append(reply)
+                _check_same(opened[:1], [reply])
+        except PackhorseError:
+            for engine in engines:
+                self._tell(engine, {"kind": "close", "place": place})
+            raise
+        models = {model["name"]: model for model in self.models}
+        models[name] = opened[0]
+        return list(models.values())
+
+    async def _serve_models(self, models: list[dict[str, Any]]) -> None:
+        """Have all processes serve these models; those that are gone are closed when unused."""
+        gone = {model["place"] for model in self.models} - {model["place"] for model in models}
+        self.models = models
+        entries = tuple(f"{model['name']}={model['source']}" for model in models)
+        self.settings = replace(self.settings, model=entries)  # for processes that replace others
+        for engine in self.engines.values():
+            places = [model["place"] for model in models]
+            self._tell(engine, {"kind": "serve", "places": places})
+        fronts = list(self.fronts.values())
+        for place in gone:
+            self.users[place] = {front.number for front in fronts}
+        request = {"kind": "ask", "what": "serve", "models": models}
+        await asyncio.gather(*[self._request(front, request, SERVE_SECONDS) for front in fronts])
+        if self.side_port is not None:
+            self.side_port.models.serve(list(self.described(self.side_port)))
+
+    async def _request(
+        self, child: ChildProcess, message: dict[str, Any], seconds: float
+    ) -> Any | None:
+        """Return the reply of a process to a message; None if it has ended or takes too long."""
+        number = next(self._numbers)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        ended = asyncio.ensure_future(child.process.wait())
+        try:
+            child.control.send({**message, "id": number})
+            await asyncio.wait([reply, ended], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            return reply.result() if reply.done() else None
+        except OSError:
+            return None
+        finally:
+            ended.cancel()
+            del self._replies[number]
+
+    def _tell(self, child: ChildProcess, message: dict[str, Any]) -> None:
+        with suppress(OSError):  # it is gone; its replacement starts with the new models
+            child.control.send(message)
+
+    def _forget_user(self, front: int) -> None:
+        """A front is gone, and its requests with it."""
+        for place in list(self.users):
+            self._on_unused(place, front)
+
+    def _on_unused(self, place: int, front: int) -> None:
+        """Close a model that was removed once no front has requests under way on it."""
+        users = self.users.get(place)
+        if users is None:
+            return
+        users.discard(front)
+        if not users:
+            del self.users[place]
+            for engine in self.engines.values():
+                self._tell(engine, {"kind": "close", "place": place})
 
     async def collect(self, message: dict[str, Any]) -> list[Any]:
         """Return the figures of all processes: "metrics", or "engines" for the page."""
@@ -524,6 +641,8 @@ def _check_same(served: list[dict[str, Any]], opened: list[dict[str, Any]]) -> N
     Their files may have changed since the first engine was started; fronts would tokenize for the
     old model and report its fingerprint.
     """
+    if [model["place"] for model in served] != [model["place"] for model in opened]:
+        raise CheckpointError("models were changed while an engine was starting; it starts again")
     for model, engine_model in zip(served, opened, strict=True):
         for part, value in model["fingerprint"].items():
             if engine_model["fingerprint"][part] != value:

@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -122,7 +123,10 @@ class RpcServer:
         host = f"[{limits.host}]" if ":" in limits.host else limits.host
         address = f"{host}:{limits.grpc_port}"
         try:
-            self._server.add_insecure_port(address)
+            if limits.tls_cert:
+                self._server.add_secure_port(address, _credentials(limits))
+            else:
+                self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise InputError(f"cannot listen on {address} for gRPC: {error}") from error
         await self._server.start()
@@ -409,6 +413,12 @@ class _Session:
         except DecodeError as error:
             raise InputError("the message is not one of this method") from error
         return message
+
+
+def _credentials(settings: ServeSettings) -> grpc.ServerCredentials:
+    """Return the certificate that HTTP has too; `tls.Certificate` has checked its files."""
+    key = Path(settings.tls_key).read_bytes()
+    return grpc.ssl_server_credentials([(key, Path(settings.tls_cert).read_bytes())])
 
 
 def _coroutine(handler: Any) -> Any:
