@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,3 +141,11 @@ def test_what_it_says_about_texts(encoder: Encoder) -> None:
         encoder.embed(["a", "b"], prompt="poem")
     with pytest.raises(InputError, match="max_length is 999"):
         encoder.embed(["a", "b"], max_length=999)
+
+
+def test_texts_that_cannot_be_sliced(encoder: Encoder) -> None:
+    texts = dict.fromkeys(TEXTS[:3])
+    expected = encoder.embed([*texts])
+    assert not np.array_equal(expected[0], expected[2])
+    for same in (texts.keys(), deque(texts), np.array([*texts])):
+        assert np.array_equal(encoder.embed(same), expected)

@@ -6,6 +6,7 @@ sentence-transformers reads those too.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -339,6 +340,21 @@ def test_three_outputs_of_one_pass(
     assert set(encoder.outputs(TEXTS, ("sparse",))) == {"sparse"}
     with pytest.raises(InputError, match="no output 'dense'"):
         encoder.outputs(TEXTS, ("dense",))
+
+
+def test_outputs_pool_a_prompt_as_each_does_by_itself(
+    m3: tuple[Encoder, torch.nn.Linear, torch.nn.Linear],
+) -> None:
+    encoder = replace(m3[0], prompts={"document": f"{TEXTS[0]} "})
+    head = copy.copy(encoder.embedder)
+    assert head is not None
+    head.include_prompt = False
+    encoder = replace(encoder, embedder=head)
+    expected = encoder.embed(TEXTS, prompt="document")
+    for names in (("embed", "sparse"), ("sparse", "embed")):
+        assert np.allclose(encoder.outputs(TEXTS, names)["embed"], expected, atol=1e-6)
+    head.include_prompt = True
+    assert abs(encoder.embed(TEXTS, prompt="document") - expected).max() > 1e-3, "the control"
 
 
 def test_outputs_that_read_texts_differently_run_one_by_one(ours: Encoder) -> None:

@@ -503,3 +503,25 @@ def test_a_deadline_counts_only_what_goes_before() -> None:
     for share in (HEAVY, BULK, Share("light", bulk=True)):
         with pytest.raises(DeadlineExceeded):
             queue.check_deadline(16, Ticket(share, soon))
+
+
+def test_estimates_that_are_too_long_do_not_add_up() -> None:
+    """A device that is never idle has one batch that runs, and at most one behind it."""
+    queue, clock = admission()
+    queue.pace.add(SHAPE.tokens, 2.0)
+    for _ in range(50):
+        queue.push(job(64, 64, 64, 64))
+        assert queue.next_batch(wait=False, idle=False)
+        clock.now += 1.0  # half of what is believed
+    assert 0 < queue.seconds_until_run() <= 2 * 2.0
+
+
+def test_what_was_flushed_is_launched_ahead_beside_other_queues() -> None:
+    queue, clock = admission(timeout=10.0)
+    flushed = queue.push(job(16))
+    queue.flush()
+    clock.now += 0.001
+    queue.push(job(16, heads=("hidden",)))
+    ((sequence,),) = queue.next_batch(wait=False, idle=False) or [()]
+    assert sequence.request.future is flushed
+    assert queue.next_batch(wait=False, idle=False) is None, "nobody flushed the other"

@@ -404,6 +404,7 @@ class Admission:
         self.ledger: ShareLedger | None = None  # from the first request with a share on
         self.pace = BatchPace()  # the engine's recorder measures it
         self.busy_until = 0.0  # when the batches that were taken will have run
+        self.last_seconds = 0.0  # that the one taken last will take
         self.stopped: str | None = None  # the reason why nothing is admitted any more
         self.company_at = -math.inf  # when a request last arrived before another was answered
         self.not_before = 0.0  # until then only full batches are due, see `linger`
@@ -531,8 +532,8 @@ class Admission:
         """
         idle = wait if idle is None else idle
         with self._lock:
-            if idle:
-                self.busy_until = 0.0  # no batch is running
+            # No batch is running, or only the last: estimates that are too long must not add up.
+            self.busy_until = 0.0 if idle else min(self.busy_until, self.clock() + self.last_seconds)
             while True:
                 now = self.clock()
                 while key := self._due(now, idle):
@@ -700,7 +701,7 @@ class Admission:
             due = [
                 key
                 for key, queue in self.queues.items()
-                if queue.full or now >= self._deadline(queue)
+                if queue.full or queue.oldest <= self.flushed_at or now >= self._deadline(queue)
             ]
         if self.ledger is not None:
             return self._next_turn(due, self.ledger, now, idle)
@@ -751,8 +752,8 @@ class Admission:
             if queue.fair is None:
                 self.ledger.begin(queue.share)
                 self.ledger.charge(queue.share, queue.taken)
-        seconds = self.pace.seconds(queue.taken, self.shape.tokens)
-        self.busy_until = max(now, self.busy_until) + seconds
+        self.last_seconds = self.pace.seconds(queue.taken, self.shape.tokens)
+        self.busy_until = max(now, self.busy_until) + self.last_seconds
         self._drop_if_empty(key)
         self._room.notify_all()
         started = [[sequence for sequence in row if self._start(sequence, now)] for row in batch]

@@ -55,7 +55,7 @@ def serves(encoder: BulkModel, texts: Sequence[TaskInput], long: Long | None) ->
         long in (None, "truncate")
         and not encoder.capacity
         and len(texts) > 1
-        and not isinstance(texts, str)
+        and isinstance(texts, list | tuple | np.ndarray)  # others, as a set, cannot be sliced
         and all(isinstance(text, str) for text in texts)
     )
 

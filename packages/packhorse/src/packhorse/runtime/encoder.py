@@ -56,9 +56,10 @@ OUTPUTS = ("embed", "sparse", "multi")  # that `Encoder.outputs` can return toge
 
 
 def _are_equal(first: Sequence[Encoding], second: Sequence[Encoding]) -> bool:
-    """Return whether these run as the same tokens."""
+    """Return whether these run as the same tokens, of which the same are attended to and pooled."""
     return len(first) == len(second) and all(
-        np.array_equal(a.ids, b.ids) and a.key_length == b.key_length
+        np.array_equal(a.ids, b.ids)
+        and (a.key_length, a.prompt_length) == (b.key_length, b.prompt_length)
         for a, b in zip(first, second, strict=True)
     )
 
