@@ -59,6 +59,7 @@ class ServedModel:
     dispatcher: Dispatcher  # runs the requests of clients
     fingerprint_parts: Fingerprint  # with the model's default prompt
     opened: float = field(default_factory=time.time)  # seconds since 1970
+    adapter: str | None = None  # in its weights, as passed to --adapter
     # By the text of the prompt; a request can only name one of the model's prompts.
     _fingerprints: dict[str, str] = field(default_factory=dict, repr=False)
 
@@ -253,17 +254,21 @@ class ServedModels:
             model.runner.close(drain)
 
 
-def open_models(settings: ServeSettings) -> ServedModels:
+def open_models(
+    settings: ServeSettings, served: Sequence[tuple[str, str, str | None]] = ()
+) -> ServedModels:
     """Load all models and run each once, so that the first client does not pay for warming up.
 
     Within `--gpu-memory` each runs its largest batch: what does not fit fails here and not later.
+    `served` are the name, source and adapter of each model that is served now, where these are no
+    longer those of the settings.
     """
     _use_threads(settings.threads)
     if not settings.gpu_memory:
-        return _open_all(settings)
+        return _open_all(settings, served)
     limit_gpu_memory(devices.choose_device(settings.device or None), settings.gpu_memory)
     try:
-        models = _open_all(settings)
+        models = _open_all(settings, served)
         for model in models:
             model.runner.run_largest()
     except torch.OutOfMemoryError as error:
@@ -366,8 +371,13 @@ def serve_model(
     )
 
 
-def _open_all(settings: ServeSettings) -> ServedModels:
+def _open_all(
+    settings: ServeSettings, served: Sequence[tuple[str, str, str | None]]
+) -> ServedModels:
     """The models, and after them each with its adapters, named MODEL:NAME."""
+    if served:
+        named = [(f"{name}={source}", adapter) for name, source, adapter in served]
+        return ServedModels([_open(entry, settings, adapter) for entry, adapter in named])
     models = [_open(entry, settings) for entry in settings.model]
     by_name = {model.name: model for model in models}
     for entry in settings.adapter:
@@ -401,7 +411,7 @@ def _open(entry: str, settings: ServeSettings, adapter: str | None = None) -> Se
         ignore=settings.ignore,
         adapter=adapter,
     )
-    model = serve_model(encoder, settings, name, source)
+    model = replace(serve_model(encoder, settings, name, source), adapter=adapter)
     model.runner.run([_probe_input()], "hidden")
     with suppress(torch.OutOfMemoryError):  # requests may be smaller
         model.runner.measure(MEASURED_TOKENS.get(encoder.device.type, MEASURED_TOKENS_ELSEWHERE))

@@ -41,6 +41,7 @@ class ModelDescription:
 
     name: str
     source: str
+    adapter: str | None  # in its weights, as passed to --adapter
     place: int  # number of the model in all engines, which no other model ever has
     opened: float
     tokenizer: str  # `Tokenizer.to_json`
@@ -118,6 +119,7 @@ def describe(model: ServedModel, place: int) -> ModelDescription:
     return ModelDescription(
         name=model.name,
         source=model.source,
+        adapter=model.adapter,
         place=place,
         opened=model.opened,
         tokenizer=encoder.tokenizer.to_json(),

@@ -424,7 +424,7 @@ def main(control: Control) -> int:
     settings = ServeSettings.from_json(message["settings"])
     logs.set_up(settings)
     try:
-        models = hosting.open_models(settings)
+        models = hosting.open_models(settings, message["served"])
         places = dict(zip(message["places"], models, strict=True))
         described = [asdict(describe(model, place)) for place, model in places.items()]
     except PackhorseError as error:

@@ -136,7 +136,8 @@ class Supervisor:
         self.models: list[dict[str, Any]] = []
         # The numbers of fronts with requests under way on a model that was removed, by its place.
         self.users: dict[int, set[int]] = {}
-        self._places = count(len(settings.model))  # of the next models
+        self._first_places = range(len(settings.model) + len(settings.adapter))
+        self._places = count(len(self._first_places))  # of the next models
         self._change = asyncio.Lock()  # held while models are changed
         self.retired: list[Any] = []  # the last metrics of fronts that are gone, added up
         self.stopping = False
@@ -202,8 +203,13 @@ class Supervisor:
             admin_key="",
         )
         engine = await self._start("engine", number)
-        places = [model["place"] for model in self.models] or list(range(len(settings.model)))
-        start = {"settings": asdict(settings), "labels": self._labels(number), "places": places}
+        places = [model["place"] for model in self.models] or list(self._first_places)
+        start = {
+            "settings": asdict(settings),
+            "labels": self._labels(number),
+            "places": places,
+            "served": [(model["name"], model["source"], model["adapter"]) for model in self.models],
+        }
         engine.control.send(start)
         message = await engine.first_message
         if message["kind"] == "failed":
@@ -407,8 +413,6 @@ class Supervisor:
         """Have all processes serve these models; those that are gone are closed when unused."""
         gone = {model["place"] for model in self.models} - {model["place"] for model in models}
         self.models = models
-        entries = tuple(f"{model['name']}={model['source']}" for model in models)
-        self.settings = replace(self.settings, model=entries)  # for processes that replace others
         for engine in self.engines.values():
             places = [model["place"] for model in models]
             self._tell(engine, {"kind": "serve", "places": places})
