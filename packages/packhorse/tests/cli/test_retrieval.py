@@ -157,6 +157,7 @@ def test_three_outputs_and_their_fusion(
         (("--outputs", "dense,colbert"), "no output 'colbert'"),
         ((*together, "--weights", "1,2"), "one of at least 0 for each"),
         (("--outputs", "sparse", "--beside", "sentence-transformers"), "has no sparse output"),
+        (("--outputs", "dense,sparse", "--precision", "int8"), "--precision is for dense vectors"),
     ):
         result = cli("evaluate", *flags, *extra)
         assert result.code != 0 and says in result.err, result.err

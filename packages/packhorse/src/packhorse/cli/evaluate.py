@@ -384,6 +384,11 @@ def _prepare(
         counts = {"documents": len(data.documents), "queries": len(data.queries)}
         outputs = _outputs(encoder, flags)
         if outputs != ("dense",):
+            if flags.precision:
+                raise InputError(
+                    f"--precision is for dense vectors, and {', '.join(outputs)} would be scored; "
+                    "leave one out"
+                )
             task = partial(
                 _judge,
                 fusion.judge,
