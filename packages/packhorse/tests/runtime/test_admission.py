@@ -466,3 +466,22 @@ def test_whatever_happens_everyone_runs_once_or_was_cancelled(
         assert ran.count(future) == (0 if future.cancelled() else lengths_of[future])
     assert queue.admitted == len(futures)
     assert queue.cancelled == sum(future.cancelled() for future in futures)
+
+
+def test_quiet_lasts_its_time_and_ends_with_a_request() -> None:
+    times = iter([0.0, 0.1, 0.3])
+    queue, _ = admission(RAGGED, clock=lambda: next(times))
+    assert queue.wait_for_quiet(0.25)
+    assert next(times, None) is None, "it ended before the time was over"
+    queue, _ = admission(RAGGED)  # its clock stands
+    waited: Future[bool] = Future()
+    thread = threading.Thread(
+        target=lambda: waited.set_result(queue.wait_for_quiet(3600)), daemon=True
+    )
+    thread.start()
+    queue.push(job(3))
+    assert not waited.result(60)
+    assert not queue.wait_for_quiet(0), "a request waits"
+    queue, _ = admission(RAGGED)
+    queue.stop("the end")
+    assert not queue.wait_for_quiet(3600)

@@ -166,6 +166,8 @@ def test_work_that_fails_is_given_up(make_encoder, caplog: pytest.LogCaptureFixt
         raise RuntimeError("out of memory")
 
     with PackRunner(make_encoder(), when_idle=work) as runner:
+        while "they run slower" not in caplog.text:
+            time.sleep(0.001)
         for _ in range(3):
             runner.run(["the cat sat"])
     assert calls == [1] and "they run slower" in caplog.text

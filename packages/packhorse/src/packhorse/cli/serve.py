@@ -20,7 +20,9 @@ from packhorse.serve.settings import KEY_VARIABLE, PREFIX, ServeSettings, resolv
 from packhorse.settings import service_variables, setting_fields
 
 if TYPE_CHECKING:
-    from packhorse.serve.hosting import ServedModels
+    from collections.abc import Sequence
+
+    from packhorse.serve.starting import StartedModel
 
     ServeFlags = ServeSettings
 else:
@@ -62,10 +64,9 @@ def serve(
     _require_packages()
     if settings.grpc_port:
         _require_grpc()
-    from packhorse.serve.life import local_app, run
 
-    def ready(host: str, port: int, hosts: "ServedModels") -> None:
-        models = [{"name": model.name, "tasks": list(model.tasks)} for model in hosts]
+    def ready(host: str, port: int, started: "Sequence[StartedModel]") -> None:
+        models = [{"name": model.name, "tasks": list(model.tasks)} for model in started]
         facts = {"host": host, "port": port, "pid": os.getpid(), "models": models}
         facts |= {"grpc_port": settings.grpc_port, "unix_socket": settings.unix_socket}
         emit({**facts, "tls": bool(settings.tls_cert)}, json)
@@ -73,12 +74,15 @@ def serve(
 
     if settings.engine == "ray":
         from packhorse.serve.cluster import cluster_app
+        from packhorse.serve.life import run
 
         return run(settings, ready, cluster_app)
     from packhorse.serve.processes import supervisor
 
     if fronts := supervisor.count_fronts(settings):
         return supervisor.run(settings, ready, fronts)
+    from packhorse.serve.life import local_app, run
+
     if settings.devices:
         settings = replace(settings, device=settings.devices[0], devices=())
     run(settings, ready, local_app)

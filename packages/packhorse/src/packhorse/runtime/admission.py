@@ -533,7 +533,9 @@ class Admission:
         idle = wait if idle is None else idle
         with self._lock:
             # No batch is running, or only the last: estimates that are too long must not add up.
-            self.busy_until = 0.0 if idle else min(self.busy_until, self.clock() + self.last_seconds)
+            self.busy_until = (
+                0.0 if idle else min(self.busy_until, self.clock() + self.last_seconds)
+            )
             while True:
                 now = self.clock()
                 while key := self._due(now, idle):
@@ -542,6 +544,17 @@ class Admission:
                 if not wait or (self.stopped and not self.queues):
                     return None
                 self._changed.wait(self._until_due(now))
+
+    def wait_for_quiet(self, seconds: float) -> bool:
+        """Wait until no request has come for so many seconds; False as soon as one waits."""
+        with self._lock:
+            until = self.clock() + seconds
+            while not (self.queues or self.stopped):
+                left = until - self.clock()
+                if left <= 0:
+                    return True
+                self._changed.wait(left)
+            return False
 
     def linger(self, seconds: float, answered: int) -> None:
         """Give clients that were just answered that long to send their next requests.

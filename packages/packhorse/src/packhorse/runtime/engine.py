@@ -54,6 +54,8 @@ PUBLISH_SECONDS = 1.0
 # After a batch, clients that were answered may take this share of its time to send their next
 # requests: the device is idle that long, and the next batch is fuller for it.
 LINGER = 0.06
+# A client that asks one question after another pauses for less, and would wait for a compiler.
+QUIET_SECONDS = 0.25
 EXIT_SECONDS = 5.0  # how long the exit of the interpreter waits for the batch that runs
 NUMBERS = count(1)
 NOT_FINITE = (
@@ -192,6 +194,8 @@ class RunnerEngine:
 
     def _use_idle_time(self) -> None:
         """Do what makes later batches faster until a request comes or nothing is left of it."""
+        if not self.when_idle or not self.admission.wait_for_quiet(QUIET_SECONDS):
+            return
         while self.when_idle and not (self.admission.queues or self.admission.stopped):
             try:
                 if not self.when_idle():

@@ -36,8 +36,9 @@ from packhorse.runtime.tasks import InferenceJob, TaskInput, is_ids, task_prompt
 from packhorse.serve.failures import ClientGone, Empty, TooLarge
 from packhorse.serve.hosting import ServedModel
 from packhorse.serve.metrics import RequestRecord
+from packhorse.serve.pack_info import PackInfo
 from packhorse.serve.settings import ServeSettings
-from packhorse.serve.streams import PackInfo, StreamResult
+from packhorse.serve.streams import StreamResult
 
 # Longer requests are tokenized in a thread, so that they do not block the event loop for all.
 MAX_INLINE_CHARACTERS = 2048

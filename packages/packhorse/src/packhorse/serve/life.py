@@ -23,51 +23,43 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from packhorse.errors import InputError, MissingExtra, PackhorseError
-from packhorse.runtime.precision import load_ranges
-from packhorse.serve import hosting, logs, tls, unix_socket
+from packhorse.errors import InputError, MissingExtra
+from packhorse.serve import hosting, logs, tls
 from packhorse.serve.app import create, create_metrics_app, guarded
 from packhorse.serve.connections import protocol, sweep
-from packhorse.serve.dialects import token_ids
 from packhorse.serve.guard import Guard
 from packhorse.serve.hosting import ServedModels
 from packhorse.serve.keys import KeyReloader
-from packhorse.serve.metrics_port import metrics_port, port_settings
+from packhorse.serve.metrics_port import metrics_port
 from packhorse.serve.settings import ServeSettings
+from packhorse.serve.starting import (
+    EXIT_SECOND_SIGNAL,
+    SIGNALS,
+    CutShort,
+    EngineDied,
+    Ready,
+    StartedModel,
+    bind,
+    bind_ports,
+    check_files,
+    report_ready,
+)
 
 if TYPE_CHECKING:
     from packhorse.serve.rpc.server import RpcServer
     from packhorse.serve.telemetry import Telemetry
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 0.1
 MAX_BACKLOG = 2048  # connections that the kernel holds until they are accepted
 DEAD_ENGINE_SECONDS = 3.0  # from the death of an engine to the exit of the process
-EXIT_CUT_SHORT = 1
-EXIT_SECOND_SIGNAL = 143  # 128 + SIGTERM, as a shell reports it
 OTLP_PROTOCOL = "http/protobuf"
 EXTRA_FILES = 256  # open files besides connections: models, logs, what libraries open
-# Host, port (empty and 0 for a Unix socket) and models.
-Ready = Callable[[str, int, ServedModels], None]
 OpenApp = Callable[[ServeSettings], AbstractContextManager[tuple[FastAPI, ServedModels]]]
-
-
-class EngineDied(PackhorseError):
-    """An engine ended by itself; the process has to be restarted."""
-
-    exit_code = 70
-
-
-class CutShort(PackhorseError):
-    """Requests were still being answered when the time to drain was over."""
-
-    exit_code = EXIT_CUT_SHORT
 
 
 @contextmanager
@@ -75,14 +67,6 @@ def local_app(settings: ServeSettings) -> Iterator[tuple[FastAPI, ServedModels]]
     """Open the application with its models in this process; its lifespan closes them."""
     models = hosting.open_models(settings)
     yield create(settings, models), models
-
-
-def check_files(settings: ServeSettings) -> None:
-    """Raise `InputError` for a file of the settings that cannot be read, before models load."""
-    token_ids.load_table(settings.token_ids)
-    tls.Certificate.of(settings)
-    for entry in settings.calibration:
-        load_ranges(Path(entry.rpartition("=")[2]))
 
 
 def run(settings: ServeSettings, ready: Ready, open_app: OpenApp = local_app) -> None:
@@ -108,7 +92,10 @@ def run(settings: ServeSettings, ready: Ready, open_app: OpenApp = local_app) ->
             guard.telemetry = telemetry
         gc.collect()
         gc.freeze()  # models and code live as long as the process; never scan them again
-        report = partial(report_ready, ready, settings, bound, models)
+        started = [
+            StartedModel(model.name, model.tasks, str(model.encoder.device)) for model in models
+        ]
+        report = partial(report_ready, ready, settings, bound, started)
         certificate = tls.Certificate.of(settings)
         config = configuration(outer, settings, certificate=certificate)
         if grpc_bound is not None:
@@ -194,61 +181,6 @@ def _start_telemetry(settings: ServeSettings) -> Telemetry:
     except ImportError as error:
         raise MissingExtra("opentelemetry-exporter-otlp-proto-common", "otel") from error
     return Telemetry(settings)
-
-
-def bind(settings: ServeSettings, port: int) -> socket.socket:
-    """Return a socket that is bound but does not listen yet; raises `InputError`."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((settings.host, port))
-    except OSError as error:
-        bound.close()
-        address = f"{settings.host}:{port}"
-        raise InputError(f"cannot listen on {address}: {error.strerror or error}") from error
-    return bound
-
-
-def bind_ports(settings: ServeSettings) -> tuple[socket.socket, socket.socket | None]:
-    """Return the sockets of --port and --metrics-port, the latter None if there is none.
-
-    With --unix-socket the first is that, and there is no --port.
-    """
-    if settings.unix_socket:
-        mode = int(settings.unix_socket_mode, 8)
-        bound = unix_socket.bind(Path(settings.unix_socket), mode)
-    else:
-        bound = bind(settings, settings.port)
-    if not settings.metrics_port:
-        return bound, None
-    try:
-        side_bound = bind(port_settings(settings), settings.metrics_port)
-    except InputError:
-        bound.close()
-        raise
-    host, port, *_ = side_bound.getsockname()
-    logs.LOGGER.info("health and metrics, without a key, on port %d of %s", port, host)
-    return bound, side_bound
-
-
-def report_ready(
-    ready: Ready, settings: ServeSettings, bound: socket.socket, models: ServedModels
-) -> None:
-    """Log where the server listens and what it serves, and call `ready`."""
-    for model in models:
-        tasks = ", ".join(model.tasks)
-        logs.LOGGER.info("%s on %s supports: %s", model.name, model.encoder.device, tasks)
-    if settings.unix_socket:
-        path = settings.unix_socket
-        logs.LOGGER.info("serving on unix:%s", path, extra={"facts": {"unix_socket": path}})
-        return ready("", 0, models)
-    host, port, *_ = bound.getsockname()
-    scheme = "https" if settings.tls_cert else "http"
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    facts = {"host": host, "port": port}
-    logs.LOGGER.info("serving on %s://%s", scheme, address, extra={"facts": facts})
-    ready(host, port, models)
 
 
 def configuration(

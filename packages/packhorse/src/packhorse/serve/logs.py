@@ -12,13 +12,15 @@ import logging
 import sys
 import traceback
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from packhorse.serve.metrics import RequestRecord
 from packhorse.serve.settings import ServeSettings
 from packhorse.serve.tracing import CURRENT
+
+if TYPE_CHECKING:
+    from packhorse.serve.metrics import RequestRecord
 
 LOGGER = logging.getLogger("packhorse.serve")
 REQUESTS = logging.getLogger("packhorse.serve.requests")

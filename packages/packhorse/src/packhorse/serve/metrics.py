@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
@@ -25,9 +25,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from packhorse.runtime.shares import Share, Ticket
 from packhorse.runtime.statistics import RunnerStats
 from packhorse.serve import tei_metrics
-from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.keys import LANES, ApiKey
 from packhorse.serve.tracing import RequestIds, new_ids
+
+if TYPE_CHECKING:
+    from packhorse.serve.hosting import ServedModel, ServedModels
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)

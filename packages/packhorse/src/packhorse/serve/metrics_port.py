@@ -15,7 +15,6 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -25,30 +24,9 @@ from packhorse.serve.guard import Guard
 from packhorse.serve.hosting import ServedModels
 from packhorse.serve.metrics import Metrics
 from packhorse.serve.settings import ServeSettings
+from packhorse.serve.starting import port_settings
 
-MAX_CONNECTIONS = 64  # probes and a few Prometheus servers; each gets an answer within seconds
 STARTED_SECONDS = 0.01  # between looks whether the port listens
-
-
-def port_settings(settings: ServeSettings) -> ServeSettings:
-    """Return the settings of this port: those of the server without keys, and smaller limits."""
-    return replace(
-        settings,
-        host=settings.metrics_host or settings.host,
-        port=settings.metrics_port,
-        metrics_host="",
-        metrics_port=0,
-        grpc_port=0,
-        unix_socket="",
-        tls_cert="",
-        tls_key="",
-        keys=(),
-        admin_key="",
-        cors_origin=(),
-        max_connections=min(MAX_CONNECTIONS, settings.max_connections),
-        max_concurrent_requests=MAX_CONNECTIONS,
-        max_body_bytes=1,
-    )
 
 
 @asynccontextmanager
@@ -73,7 +51,7 @@ async def metrics_port(
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            backlog=MAX_CONNECTIONS,
+            backlog=limits.max_connections,
             timeout_keep_alive=max(1, round(limits.idle_seconds)),
             timeout_graceful_shutdown=1,
         )

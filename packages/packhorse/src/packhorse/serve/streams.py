@@ -31,23 +31,11 @@ from packhorse.runtime.admission import BATCHES_AHEAD, PackedFuture
 from packhorse.runtime.runner import PackRunner
 from packhorse.runtime.shares import Share, Ticket
 from packhorse.runtime.tasks import InferenceJob, Row
+from packhorse.serve.pack_info import PackInfo
 
 # A long request goes through the queue in this many parts. More parts would let short requests pass
 # it more often; fewer would make them wait longer.
 STREAM_PARTS = 4
-
-
-class PackInfo(NamedTuple):
-    """The batches that a request ran in: means over its jobs, and the longest times."""
-
-    fill: float = 1.0  # tokens of inputs / all tokens of the batch
-    neighbors: float = 0.0  # other sequences in the batch
-    queue_ms: float = 0.0
-    compute_ms: float = 0.0
-
-    def header(self) -> str:
-        """Return the value of the header `x-packhorse-pack`, whose field names clients know."""
-        return f"fill={self.fill:.3f};neighbours={self.neighbors:.0f};queue_ms={self.queue_ms:.1f}"
 
 
 class StreamResult(NamedTuple):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packhorse.errors import InputError, MissingExtra, Overloaded, RequestFailed
+from packhorse.serve.pack_info import PackInfo
 from packhorse.serve.processes.arena import ALIGNMENT, Arena, create
 from packhorse.serve.processes.messages import (
     CANCEL,
@@ -25,7 +26,6 @@ from packhorse.serve.processes.messages import (
     unpack_cancel,
     unpack_failed,
 )
-from packhorse.serve.streams import PackInfo
 
 SIZE = 1 << 16
 

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -232,6 +234,25 @@ def test_fronts_follow_the_cores(
     monkeypatch.setattr(device, "choose_device", lambda name: SimpleNamespace(type=kind))
     monkeypatch.setattr(processor, "usable_cores", lambda: cores)
     assert count_fronts(ServeSettings(**settings)) == fronts
+
+
+@pytest.mark.parametrize("visible", ["", "0"])
+def test_the_gpu_that_torch_finds_is_found_without_it(visible: str) -> None:
+    code = """
+import sys
+from packhorse.serve.processes.gpus import finds_gpu
+found = finds_gpu("auto")
+assert "torch" not in sys.modules
+import torch
+print(found, torch.cuda.is_available() and torch.version.hip is None)
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible, "PACKHORSE_DEVICE": ""}
+    words = [sys.executable, "-c", code]
+    output = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    found, expected = output.stdout.split()
+    assert found == expected
+    if not visible:
+        assert found == "False"
 
 
 def test_settings_that_exclude_each_other(cli) -> None:

@@ -41,6 +41,7 @@ class ModelDescription:
 
     name: str
     source: str
+    tasks: tuple[str, ...]
     adapter: str | None  # in its weights, as passed to --adapter
     place: int  # number of the model in all engines, which no other model ever has
     opened: float
@@ -120,6 +121,7 @@ def describe(model: ServedModel, place: int) -> ModelDescription:
         name=model.name,
         source=model.source,
         adapter=model.adapter,
+        tasks=model.tasks,
         place=place,
         opened=model.opened,
         tokenizer=encoder.tokenizer.to_json(),

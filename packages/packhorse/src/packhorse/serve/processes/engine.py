@@ -323,6 +323,8 @@ class EngineProcess:
                 self.control.send({"kind": "reply", "id": message["id"], "value": value})
         elif message["kind"] == "open":
             threading.Thread(target=self._open, args=[message], daemon=True).start()
+        elif message["kind"] == "prepare":  # requests are answered
+            self.served.begin_preparing()
         elif message["kind"] == "serve":
             self.served.serve([self.models[place] for place in message["places"]])
         elif message["kind"] == "close":
@@ -433,7 +435,6 @@ def main(control: Control) -> int:
     gc.collect()
     gc.freeze()  # models and code live as long as the process; never scan them again
     control.send({"kind": "models", "models": described})
-    models.begin_preparing()
     process = EngineProcess(control, settings, models, places, message["labels"])
     with life.open_telemetry(settings) as telemetry:
         if telemetry is not None:

@@ -419,7 +419,7 @@ class SupervisorClient:
             return
         message, descriptors = received
         if message["kind"] == "link":
-            self.add_link(message["engine"], descriptors)
+            self.add_link(message["engine"], descriptors, message["ran"])
         elif message["kind"] == "reply":
             reply = self._replies.get(message["id"])
             if reply is not None and not reply.done():
@@ -479,10 +479,15 @@ class SupervisorClient:
         with suppress(OSError):  # a supervisor that does not read has no use for it
             self.control.send({"kind": "reply", "id": number, "value": value})
 
-    def add_link(self, engine: int, descriptors: Sequence[int]) -> None:
-        """Use an engine, by the socket and the shared memory that the supervisor sent."""
+    def add_link(self, engine: int, descriptors: Sequence[int], ran: float) -> None:
+        """Use an engine, by the socket and the shared memory that the supervisor sent.
+
+        `ran` is when it opened its models, which ends with a batch (`time.monotonic`, the same in
+        all processes).
+        """
         end = socket.socket(fileno=descriptors[0])
         link = EngineLink(end, Arena(descriptors[1]), asyncio.get_running_loop())
+        link.last_reply = ran
         self.pool.add(engine, link)
 
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from packhorse import errors
 from packhorse.errors import PackhorseError, RequestFailed
 from packhorse.runtime.shares import Share, Ticket
+from packhorse.serve.pack_info import PackInfo
 from packhorse.serve.processes import arena
-from packhorse.serve.streams import PackInfo
 
 RUN = 1
 CANCEL = 2

@@ -4,7 +4,8 @@ It opens no model and reads no request of clients, so that what kills a front or
 kill it. It alone serves --metrics-port, so that the state of the server is known when fronts die.
 Signals reach it alone, because the others run in sessions of their own: it tells the fronts to
 drain and then the engines to stop. If it is killed itself, the others see their control sockets
-closed and end.
+closed and end. It imports neither torch nor the web framework, which the others wait for: what
+serves --metrics-port is imported while they start.
 
 A process that keeps dying soon after its start is not replaced for ever: after `MAX_QUICK_DEATHS`
 in a row the server ends, so that whoever watches it sees it.
@@ -13,41 +14,41 @@ in a row the server ends, so that whoever watches it sees it.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 import sys
 import time
 from collections.abc import Coroutine
-from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from itertools import count
-from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from packhorse import processor
 from packhorse.errors import CheckpointError, PackhorseError, RunnerStopped
 from packhorse.serve import logs
-from packhorse.serve.app import create_base
-from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.keys import KeyReloader
-from packhorse.serve.life import (
+from packhorse.serve.metrics import families_to_json, merge_counters
+from packhorse.serve.processes import arena
+from packhorse.serve.processes.gpus import finds_gpu
+from packhorse.serve.processes.messages import READY, Control, rebuild_error
+from packhorse.serve.settings import ServeSettings
+from packhorse.serve.starting import (
     EXIT_SECOND_SIGNAL,
     SIGNALS,
     CutShort,
     EngineDied,
     Ready,
+    StartedModel,
     bind,
     bind_ports,
     check_files,
     report_ready,
 )
-from packhorse.serve.metrics import Metrics, families_to_json, merge_counters, merged_page
-from packhorse.serve.metrics_port import metrics_port
-from packhorse.serve.processes import arena
-from packhorse.serve.processes.messages import READY, Control, rebuild_error
-from packhorse.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from packhorse.serve.processes.side_port import MetricsPort
 
 ARENA_BYTES = 256 << 20  # per front and engine; pages take memory only while they are in use
 MAX_FRONTS = 8  # by default
@@ -91,12 +92,15 @@ def count_fronts(settings: ServeSettings) -> int:
         return 0
     if len(settings.devices) > 1:
         return len(settings.devices)
-    from packhorse import device
-
     cores = processor.usable_cores()
-    name = settings.devices[0] if settings.devices else settings.device
-    if device.choose_device(name or None).type == "cpu" or cores < 2 * CORES_PER_FRONT:
+    if cores < 2 * CORES_PER_FRONT:
         return 0
+    name = settings.devices[0] if settings.devices else settings.device
+    if not finds_gpu(name):
+        from packhorse import device  # takes seconds, which one process for everything needs anyway
+
+        if device.choose_device(name or None).type == "cpu":
+            return 0
     return min(MAX_FRONTS, cores // CORES_PER_FRONT)
 
 
@@ -140,6 +144,7 @@ class Supervisor:
         self._places = count(len(self._first_places))  # of the next models
         self._change = asyncio.Lock()  # held while models are changed
         self.retired: list[Any] = []  # the last metrics of fronts that are gone, added up
+        self.has_started = False  # requests are answered
         self.stopping = False
         self.failure: PackhorseError | None = None
         self.ended = asyncio.Event()
@@ -164,9 +169,18 @@ class Supervisor:
                 if starting.done():
                     starting.result()
                     if self.side_bound is not None:
+                        from packhorse.serve.processes.side_port import MetricsPort
+
                         self.side_port = MetricsPort(self)
                         await self.side_port.open(stack, self.side_bound)
-                    report_ready(self.ready, self.settings, self.bound, self.described(None))
+                    started = [
+                        StartedModel(model["name"], model["tasks"], model["device"])
+                        for model in self.models
+                    ]
+                    report_ready(self.ready, self.settings, self.bound, started)
+                    for engine in self.engines.values():
+                        self._tell(engine, {"kind": "prepare"})
+                    self.has_started = True
                     await stopped
                 starting.cancel()
             finally:
@@ -187,8 +201,13 @@ class Supervisor:
         # Fronts import their code while engines open the models.
         logs.LOGGER.info("starting; fronts: %d, engines: %d", self.front_count, len(self.devices))
         fronts = [await self._start("front", i) for i in range(self.front_count)]
-        await asyncio.gather(*[self._start_engine(i) for i in range(len(self.devices))])
+        engines = [self._start_engine(i) for i in range(len(self.devices))]
+        await asyncio.gather(*engines, self._import_side_port())
         await asyncio.gather(*[self._open_front(front) for front in fronts])
+
+    async def _import_side_port(self) -> None:
+        if self.side_bound is not None:
+            await asyncio.to_thread(import_module, "packhorse.serve.processes.side_port")
 
     async def _start_engine(self, number: int) -> None:
         threads = self.settings.threads
@@ -225,6 +244,8 @@ class Supervisor:
         self.engines[number] = engine
         for front in self.fronts.values():
             self._link(front, engine)
+        if self.has_started:
+            self._tell(engine, {"kind": "prepare"})
 
     async def _start_front(self, number: int) -> None:
         await self._open_front(await self._start("front", number))
@@ -277,7 +298,8 @@ class Supervisor:
             engine.control.send({"kind": "link"}, [ends[0].fileno(), memory])
             child = front
             front.control.send(
-                {"kind": "link", "engine": engine.number}, [ends[1].fileno(), memory]
+                {"kind": "link", "engine": engine.number, "ran": engine.ready_since},
+                [ends[1].fileno(), memory],
             )
         except OSError:  # it is gone, or has not read its messages for long
             logs.LOGGER.error("%s could not be reached; it is ended", child)
@@ -422,7 +444,7 @@ class Supervisor:
         request = {"kind": "ask", "what": "serve", "models": models}
         await asyncio.gather(*[self._request(front, request, SERVE_SECONDS) for front in fronts])
         if self.side_port is not None:
-            self.side_port.models.serve(list(self.described(self.side_port)))
+            self.side_port.show(models)
 
     async def _request(
         self, child: ChildProcess, message: dict[str, Any], seconds: float
@@ -559,84 +581,11 @@ class Supervisor:
             _kill(child)
             return await child.process.wait()
 
-    def described(self, runner: Any) -> ServedModels:
-        """Return the models by name and tasks, which is all that is reported about them."""
-        return ServedModels(
-            [
-                ServedModel(
-                    model["name"],
-                    model["source"],
-                    encoder=cast(Any, SimpleNamespace(**model)),
-                    runner=runner,
-                    dispatcher=cast(Any, None),
-                    fingerprint_parts=cast(Any, None),
-                )
-                for model in self.models
-            ]
-        )
-
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine as a task; the loop itself would not keep the task alive."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-class MetricsPort:
-    """The server's state on --metrics-port: what the supervisor knows, and what the others reply.
-
-    It takes the place of the models' runners for /health and /ready, and has the metrics of all
-    processes.
-    """
-
-    def __init__(self, supervisor: Supervisor) -> None:
-        self.supervisor = supervisor
-        self.models = supervisor.described(self)
-        self.requests = Metrics(self.models, list)  # of the requests to this port
-        self.app = create_base(supervisor.settings, self.models, self.requests, openapi_url=None)
-        self.app.state.others = self
-
-    async def open(self, stack: AsyncExitStack, bound: socket.socket) -> None:
-        """Listen until the stack is closed."""
-        self.app.state.guard = await stack.enter_async_context(
-            metrics_port(self.app, self.supervisor.settings, self.models, self.requests, bound)
-        )
-
-    def begin_draining(self) -> None:
-        """Report from now on that the server is shutting down."""
-        if (guard := getattr(self.app.state, "guard", None)) is not None:  # else it never listened
-            guard.draining = True
-
-    @property
-    def alive(self) -> bool:
-        """Whether requests can be answered: by a front and an engine that have started."""
-        fronts = self.supervisor.fronts.values()
-        return bool(self.supervisor.engines) and any(front.ready_since for front in fronts)
-
-    def idle_seconds(self) -> float:
-        """Return infinity: fronts know when a model last ran, and are asked each time."""
-        return math.inf
-
-    def submit(self, *_: Any) -> Future[None]:
-        """Let a front run the probe of /ready."""
-        loop = asyncio.get_running_loop()
-        return asyncio.run_coroutine_threadsafe(self.supervisor.check_ready(), loop)
-
-    def seconds_until_run(self) -> float:
-        """Return 0: no request waits for a model here."""
-        return 0.0
-
-    def close(self, drain: bool = True) -> None:
-        """Do nothing: engines end when the supervisor says so."""
-
-    async def engines(self, batches: int) -> list[dict[str, Any]]:
-        """Return what the page shows of every engine; this port has no page."""
-        message = {"what": "engines", "batches": batches}
-        return [engine for part in await self.supervisor.collect(message) for engine in part]
-
-    async def metrics(self) -> bytes:
-        """Return the metrics of all processes."""
-        return merged_page(await self.supervisor.collect({"what": "metrics"}))
 
 
 def _check_same(served: list[dict[str, Any]], opened: list[dict[str, Any]]) -> None:

@@ -21,8 +21,8 @@ from packhorse.serve.dialects import tasks, tei
 from packhorse.serve.dialects.tasks import Truncation, run_task
 from packhorse.serve.failures import Empty
 from packhorse.serve.hosting import ServedModels
+from packhorse.serve.pack_info import PackInfo
 from packhorse.serve.settings import ServeSettings
-from packhorse.serve.streams import PackInfo
 
 DIRECTIONS = {0: "Right", 1: "Left"}
 MODEL_TYPES = {"embedding": 0, "classifier": 1, "reranker": 2}
