@@ -88,6 +88,8 @@ FAMILIES = {
         others=(
             {"num_key_value_heads": 4, "attention_bias": True, "rms_norm_eps": 1e-4},
             {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+            {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+            | {"layer_types": ["full_attention"] * 3},
         ),
         wrong=(
             {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0}},

@@ -974,7 +974,8 @@ def _qwen3_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
         first: Any = raw.get("max_window_layers", 28)
         if type(first) is not int or first < 0:
             raise CheckpointError(f"config: max_window_layers is {first!r}, not a count")
-        local = _named_layers(raw) or tuple(range(first, layers))
+        named = _named_layers(raw)
+        local = tuple(range(first, layers)) if named is None else named
     return {
         "attention_bias": _flag(raw, "attention_bias", False),
         "rotary_base": _rope_number(table, "rope_theta", 10_000.0),
