@@ -27,7 +27,7 @@ from packhorse.packing.batch import Packed
 from packhorse.results import maxsim
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.runner import PackRunner
-from packhorse.runtime.tasks import TruncationWarning
+from packhorse.runtime.tasks import TruncationWarning, task_prompt
 
 from . import retrieval_models as models
 from .retrieval_models import TEXTS
@@ -355,6 +355,20 @@ def test_outputs_pool_a_prompt_as_each_does_by_itself(
         assert np.allclose(encoder.outputs(TEXTS, names)["embed"], expected, atol=1e-6)
     head.include_prompt = True
     assert abs(encoder.embed(TEXTS, prompt="document") - expected).max() > 1e-3, "the control"
+
+
+@pytest.mark.parametrize("query", [True, False])
+def test_the_prompt_that_is_told_is_the_one_that_runs(
+    m3: tuple[Encoder, torch.nn.Linear, torch.nn.Linear], query: bool
+) -> None:
+    prompts = {"query": f"{TEXTS[1]} ", "document": f"{TEXTS[2]} "}
+    encoder = replace(m3[0], prompts=prompts, default_prompt="document")
+    for task in ("sparse", "multi"):
+        told = task_prompt(encoder, task, TEXTS[:1], None, query)
+        assert told == prompts["query" if query else "document"]
+        (job,) = encoder.prepare(task, TEXTS[:1], query=query)
+        (by_hand,) = encoder.prepare(task, [told + TEXTS[0]], query=query, prompt="")
+        assert np.array_equal(job.sequences[0].ids, by_hand.sequences[0].ids)
 
 
 def test_outputs_that_read_texts_differently_run_one_by_one(ours: Encoder) -> None:

@@ -127,7 +127,7 @@ def result_fingerprint(encoder: "Encoder", flags: RunFlags) -> "Fingerprint":
     """Return the fingerprint of the results, which depends on the prompt and the length limit."""
     from packhorse.runtime.tasks import task_prompt
 
-    prompt = task_prompt(encoder, flags.task, [""], flags.prompt)
+    prompt = task_prompt(encoder, flags.task, [""], flags.prompt, flags.as_query)
     return encoder.fingerprint_parts(prompt=prompt, max_length=flags.max_length)
 
 

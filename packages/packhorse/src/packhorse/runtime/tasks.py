@@ -927,8 +927,16 @@ def prompted(
     return [prefix + str(text) for text in texts]
 
 
-def task_prompt(model: TaskModel, task: str, texts: Sequence[TaskInput], prompt: str | None) -> str:
+def task_prompt(
+    model: TaskModel,
+    task: str,
+    texts: Sequence[TaskInput],
+    prompt: str | None,
+    query: bool = False,
+) -> str:
     """Return what a task puts before these texts; empty if nothing."""
+    if task in ("sparse", "multi"):
+        prompt = _side_prompt(model, texts, query, prompt)
     if task in ("embed", "sparse", "multi"):
         return _prompt(model, texts, prompt) or ""
     return (prompt_text(model, prompt) or "") if prompt is not None else ""

@@ -112,7 +112,7 @@ async def call(
         values = await asyncio.to_thread(_finish, jobs, finished)
     result = CallResult(values, [job.tokens for job in jobs], finished.pack)
     record.fingerprint = model.fingerprint(
-        task_prompt(model.encoder, task, texts, options.get("prompt"))
+        task_prompt(model.encoder, task, texts, options.get("prompt"), bool(options.get("query")))
     )
     _update(record, result, inputs)
     record.truncated += truncated
