@@ -111,8 +111,9 @@ def test_a_front_knows_what_it_needs(served: Any, encoder: Any) -> None:
     import json
 
     model = served.models.default
-    fields = json.loads(json.dumps(asdict(describe(model))))
-    far = type(describe(model))(**fields).encoder()
+    description = describe(model, 0)
+    fields = json.loads(json.dumps(asdict(description)))
+    far = type(description)(**fields).encoder()
     assert far.sparse_settings == encoder.sparse_settings
     assert far.multi_settings == encoder.multi_settings
     (ours,) = encoder.prepare("multi", ["cat"], query=True)

@@ -215,7 +215,10 @@ def _read_pylate(settings: Mapping[str, Any]) -> MultiLayout:
 
 def read_colbert(folder: Path) -> MultiLayout | None:
     """The settings of an original ColBERT checkpoint; None if the folder is none."""
-    config = files.read_object(folder, "config.json", optional=True)
+    try:
+        config = files.read_object(folder, "config.json", optional=True)
+    except CheckpointError:
+        return None  # `configuration` says what is wrong with it, unless another one is passed
     named: Any = config.get("architectures")
     if not is_list(named) or COLBERT not in named:
         return None

@@ -166,7 +166,8 @@ def _load(model: str, model_flags: ModelFlags) -> "Checkpoint":
     from packhorse import checkpoint
     from packhorse.checkpoint import configuration, sources, stored_adapters
 
-    if model_flags.adapter and Path(model_flags.adapter).exists():
+    adapter = model_flags.adapter
+    if adapter and Path(adapter).exists():
         raise InputError(
             "--adapter does not say which of the two it belongs to; pass the adapter's folder as "
             "one of the two models"
@@ -181,7 +182,7 @@ def _load(model: str, model_flags: ModelFlags) -> "Checkpoint":
         vocab=None if configuration.vocabulary(folder, None) else model_flags.vocab,
         gelu=model_flags.gelu if source.format in ("tf1", "frozen") else None,
         ignore=model_flags.ignore or (),
-        adapter=model_flags.adapter if stored_adapters.has_any(folder) else None,
+        adapter=adapter if adapter and stored_adapters.has_any(folder) else None,
         dtype=None,
         allow_nonfinite=True,
     )

@@ -139,6 +139,7 @@ class TlsConnection(asyncio.Protocol):
                 self.certificate.context(),
                 server_side=True,
                 ssl_handshake_timeout=self.settings.receive_seconds,
+                # It also cuts off what is left of the answer, so it cannot be short.
                 ssl_shutdown_timeout=self.settings.send_seconds,
             )
         except (OSError, asyncio.CancelledError) as error:  # ssl.SSLError is an OSError
