@@ -41,6 +41,7 @@ def test_everything_in_one_run(cli, tiny, tmp_path: Path) -> None:
     assert [line["name"] for line in lines] == list(by_name) and set(lines[0]) == KEYS
 
 
+@pytest.mark.slow
 def test_random_weights_and_no_load(cli) -> None:
     result = cli(
         *("bench", "modes", "--config", "tiny", "--device", "cpu", "--dtype", "bf16", "--rows", 2),

@@ -35,6 +35,7 @@ def test_everything_in_one_run(cli, tiny, tmp_path: Path) -> None:
     assert [line["way"] for line in lines] == [packhorse_row["way"], padded["way"]]
 
 
+@pytest.mark.slow
 def test_fine_tuning_alone(cli) -> None:
     result = cli(
         *("bench", "train", "--config", "tiny", "--task", "classify", "--peers", "none", *SMALL),

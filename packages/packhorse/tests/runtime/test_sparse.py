@@ -260,6 +260,7 @@ def test_the_runner_gives_the_same(ours: Encoder, quiet_runtime: Any) -> None:
 ODD: list[Any] = [None, True, -1, 1e999, "x", [[]], {"x": [1]}]
 
 
+@pytest.mark.slow
 def test_odd_values_in_any_file_of_settings(base: Path, tmp_path: Path) -> None:
     """The model loads, or a `CheckpointError` says why not."""
     import json

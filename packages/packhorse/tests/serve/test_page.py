@@ -50,7 +50,7 @@ PANELS = {
     "ner": "Find",
     "classify": "Classify",
 }
-HOSTILE = """it's "good" $HOME `id` \\ %s 🐎 </script> \N{LINE SEPARATOR} the mule's load"""
+HOSTILE = """mule, it's "good" $HOME `id` \\ %s 🐎 </script> \N{LINE SEPARATOR} the mule's load"""
 
 
 def absent(reason: str) -> Any:
@@ -399,7 +399,14 @@ def run_command(name: str, text: str, **variables: str) -> list[Any]:
     return documents
 
 
-@pytest.mark.parametrize("name", PANELS)
+@pytest.mark.parametrize(
+    "name",
+    # Of the others the bodies differ, and the way to the clipboard and the shell does not.
+    [
+        name if name in ("search", "answer") else pytest.param(name, marks=pytest.mark.slow)
+        for name in PANELS
+    ],
+)
 def test_a_copied_command_does_what_the_form_does(visit, name) -> None:
     page = visit(permissions=["clipboard-read", "clipboard-write"])
     place = panel(page, name)

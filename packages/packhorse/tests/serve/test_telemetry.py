@@ -92,7 +92,7 @@ def collector() -> Iterator[Collector]:
     collector.close()
 
 
-@pytest.fixture(scope="module", params=[pytest.param("one", marks=pytest.mark.slow), "fronts"])
+@pytest.fixture(scope="module", params=["one", pytest.param("fronts", marks=pytest.mark.slow)])
 def server(request, start, collector) -> Any:
     fronts = [] if request.param == "one" else ["--fronts", "2"]
     if fronts and not hasattr(os, "memfd_create"):

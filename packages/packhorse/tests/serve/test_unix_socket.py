@@ -85,7 +85,7 @@ def test_settings() -> None:
             ServeSettings(unix_socket="x", **wrong)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("one", marks=pytest.mark.slow), "fronts"])
+@pytest.fixture(scope="module", params=["one", pytest.param("fronts", marks=pytest.mark.slow)])
 def server(request, start, tmp_path_factory) -> Iterator[Any]:
     fronts = [] if request.param == "one" else ["--fronts", "2"]
     if fronts and not hasattr(os, "memfd_create"):

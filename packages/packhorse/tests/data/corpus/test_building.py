@@ -349,7 +349,7 @@ def _files(folder: Path) -> int:
 
 
 def test_killed_at_random_and_continued(config: BuildOptions) -> None:
-    kill_and_go_on(config, 4, seed=os.getpid())
+    kill_and_go_on(config, 2, seed=os.getpid())
 
 
 @pytest.mark.slow

@@ -111,6 +111,7 @@ def test_a_replacement_under_load_loses_no_request(server, folders, expected) ->
     wait_for(lambda: "no request uses the former new any more" in server.log())
 
 
+@pytest.mark.slow
 def test_processes_that_are_replaced_have_the_same_models(server, expected) -> None:
     clients = Clients(server)
     processes = children(server.popen.pid)

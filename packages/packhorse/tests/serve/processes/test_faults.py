@@ -102,7 +102,7 @@ def test_wrong_vectors_and_what_is_left_would_be_noticed(server, asked, rest) ->
     check_rest(server, rest)
 
 
-@pytest.mark.parametrize("suspended", [False, True])
+@pytest.mark.parametrize("suspended", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_engine_that_is_killed_loses_only_its_own(server, asked, rest, suspended: bool) -> None:
     """Suspended for a moment before, so that it certainly has requests."""
     victim, survivor = children(server.popen.pid)["engine"]

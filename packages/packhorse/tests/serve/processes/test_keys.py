@@ -102,7 +102,9 @@ def begin(start: Any, folder: Path, form: str, *flags: str) -> Gated:
     return gated
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(
+    scope="module", params=["one-process", pytest.param("two-fronts", marks=pytest.mark.slow)]
+)
 def gated(start, request, tmp_path_factory) -> Gated:
     flags = ("--max-queue-inputs", str(QUEUE), "--max-input-tokens", "16", "--batch-tokens", "32")
     return begin(start, tmp_path_factory.mktemp("keys"), request.param, *flags)
