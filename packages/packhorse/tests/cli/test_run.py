@@ -109,6 +109,7 @@ def test_the_old_spellings(cli: Cli, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 
     compiled: list[object] = []
     monkeypatch.setattr(executable, "compiled", lambda layers: compiled.extend(layers) or [*layers])
+    monkeypatch.setattr(executable, "why_uncompiled", lambda: "")  # also without a compiler
     model = tiny("embed")
     old = cli(
         "run", "--use_graphs", "-bs", "3", "-i", "2", "-ml", "8", "-cp", model, "-p", "--json"
