@@ -254,6 +254,7 @@ def test_from_the_shell(make: Made, tmp_path: Path, capfd: pytest.CaptureFixture
         rows.append(json.loads(capfd.readouterr().out.splitlines()[-1])["results"])
     assert rows[0] == rows[1]
     assert main(["verify", str(folder), str(tmp_path / "m"), "--adapter", str(folder)]) == 2
+    assert main(["verify", str(tmp_path / "m"), str(tmp_path / "m"), "--adapter", "org/name"]) == 2
     assert "does not say which of the two" in capfd.readouterr().err
 
 

@@ -274,10 +274,10 @@ def _marker(tokenizer: Tokenizer, text: str | None) -> int | None:
     """The marker's token; PyLate's vocabularies have it with the blank that follows."""
     if not text:
         return None
-    found = _ids(tokenizer, (text,)) or _ids(tokenizer, (text.strip(),))
-    if not found:
+    ids = _ids(tokenizer, (text,)) or _ids(tokenizer, (text.strip(),))
+    if not ids:
         raise CheckpointError(f"the marker {text!r} is not a token of the vocabulary")
-    return found.pop()
+    return ids.pop()
 
 
 def m3_files(folder: Path) -> tuple[str, ...]:

@@ -109,6 +109,8 @@ def verify(
         raise InputError("--prompt is for --against; checkpoints are compared without prompts")
     from packhorse.runtime.verification import compare_outputs, compare_tensors
 
+    if model_flags.adapter:
+        _check_adapter(a, b)
     with progress("comparing") as advance:
         advance(0, 3)
         first = _load(a, model_flags)
@@ -161,17 +163,23 @@ def verify(
     note(f"the same model: {summary}, outputs within {largest:.2g}")
 
 
+def _check_adapter(a: str, b: str) -> None:
+    """Raise unless one of the two has adapters in its own file, of which --adapter chooses one."""
+    from packhorse.checkpoint import sources, stored_adapters
+
+    if not any(stored_adapters.has_any(sources.find(model).folder) for model in (a, b)):
+        raise InputError(
+            "--adapter does not say which of the two it belongs to; pass the adapter's folder or "
+            "hub id as one of the two models"
+        )
+
+
 def _load(model: str, model_flags: ModelFlags) -> "Checkpoint":
     """Load one of the two; flags apply only to what is not stored next to its weights."""
     from packhorse import checkpoint
     from packhorse.checkpoint import configuration, sources, stored_adapters
 
     adapter = model_flags.adapter
-    if adapter and Path(adapter).exists():
-        raise InputError(
-            "--adapter does not say which of the two it belongs to; pass the adapter's folder as "
-            "one of the two models"
-        )
     source = sources.find(model)
     folder = source.folder
     configured = configuration.locate(folder, None) is not None

@@ -639,21 +639,21 @@ def _rerank_by_tokens(
     long: Long | None,
 ) -> list[InferenceJob]:
     """Jobs that rank documents by `results.maxsim`."""
-    asked = _token_side(model, settings, queries, True, None, max_length, long)
-    read = _token_side(model, settings, documents, False, None, max_length, long)
+    query_encodings = _token_side(model, settings, queries, True, None, max_length, long)
+    document_encodings = _token_side(model, settings, documents, False, None, max_length, long)
 
     def job(question: Encoding) -> InferenceJob:
         def ranked(rows: Sequence[Row]) -> list[Ranked]:
             query = _kept(settings, settings.query, question, rows[:1])
             vectors = [
                 _kept(settings, settings.document, sequence, [row])
-                for sequence, row in zip(read, rows[1:], strict=True)
+                for sequence, row in zip(document_encodings, rows[1:], strict=True)
             ]
             return results.ranked(results.maxsim([query], vectors)[0], documents, top_k)
 
-        return InferenceJob((question, *read), ("multi",), ranked)
+        return InferenceJob((question, *document_encodings), ("multi",), ranked)
 
-    return list(map(job, asked))
+    return list(map(job, query_encodings))
 
 
 def _rerank(

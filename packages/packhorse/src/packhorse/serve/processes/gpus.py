@@ -42,5 +42,5 @@ def _cuda_of_torch() -> int | None:
         text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return None
-    found = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)", text, re.MULTILINE)
-    return int(found[1]) if found else None
+    version = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)", text, re.MULTILINE)
+    return int(version[1]) if version else None
