@@ -78,7 +78,7 @@ def report(program: str, *arguments: object, **environment: str) -> dict:
 
 @pytest.mark.skipif(
     os.environ.get("PACKHORSE_TEST_LANE") == "haswell",
-    reason="the kernel lists the real processor's features, not those of the emulated one",
+    reason="the kernel lists the real processor's features, not those that programs see",
 )
 def test_features_are_those_that_the_kernel_lists() -> None:
     listed, rungs = kernel_flags(), list(CPU_LEVELS)
