@@ -421,6 +421,7 @@ LONG_TEXTS = st.lists(
 @example("a" * 5001, 8)
 @example("a a" + "\x1c" * 900 + "b " + "fox " * 300, 8)
 @example("字" * 9000, 8)
+@example(("\n" + "x" * 202) * 10, 6)  # a line's end is no end of a word where spaces alone are
 def test_a_cut_on_the_left_changes_no_token(family, text: str, max_length: int) -> None:
     """Against the library, which tokenizes all of the text."""
     library, actual = family

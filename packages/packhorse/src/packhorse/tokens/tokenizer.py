@@ -53,7 +53,6 @@ SPARE_CHARS = 512
 SPARE_WORDS = 8
 DISTRUST = 128  # tokens nearer to a cut may be wrong; more than the longest word of WordPiece
 BLANKS = " \t\r\n"  # not \s: BERT deletes some of those (\x1c), which joins the words around them
-BLANK = re.compile(f"[{BLANKS}]")
 # BERT's rules make each of these a word of its own, or delete it between words.
 BERT_BOUNDARY = re.compile(f"[{BLANKS}{re.escape(string.punctuation)}\u4e00-\u9fff]")
 NO_LIMIT = 1 << 60
@@ -160,6 +159,7 @@ class Tokenizer:
     _library: "Library" = field(repr=False)
     _templates: tuple[_Template, _Template] = field(repr=False)  # for a text, for a pair
     _ascii: AsciiWordPiece | None = field(repr=False)  # None: the library gets every text
+    _blanks: str = field(repr=False)  # those of BLANKS that end a word
 
     @classmethod
     def load(
@@ -201,6 +201,7 @@ class Tokenizer:
             _library=library,
             _templates=templates,
             _ascii=ascii,
+            _blanks=_blanks_between_words(library),
         )
 
     def copy_library(self) -> "Library":
@@ -223,7 +224,8 @@ class Tokenizer:
         path = Path("tokenizer.json")  # for messages; the text was written by a tokenizer of ours
         templates = _template(library, path, pair=False), _template(library, path, pair=True)
         ascii = AsciiWordPiece.of(library)
-        return cls(*fields, _library=library, _templates=templates, _ascii=ascii)
+        blanks = _blanks_between_words(library)
+        return cls(*fields, _library=library, _templates=templates, _ascii=ascii, _blanks=blanks)
 
     def encode(
         self, texts: Sequence[Text], max_length: int | None = None, on_long: OnLong = "truncate"
@@ -369,7 +371,7 @@ class Tokenizer:
         With `from_left` these are the last tokens of a text.
         """
         budgets = CHARS_PER_TOKEN
-        cut_text = _cut
+        cut_text = partial(_cut, blanks=self._blanks)
         if from_left:
             budgets = (*CHARS_PER_TOKEN, NO_LIMIT)
             cut_text = partial(_cut_left, boundary=self._boundary())
@@ -393,7 +395,7 @@ class Tokenizer:
                 break
         return result
 
-    def _boundary(self) -> re.Pattern[str]:
+    def _boundary(self) -> re.Pattern[str] | None:
         """A pattern for characters that end a word and never vanish, whatever is beside them."""
         normalizer: Any = self._library.normalizer
         is_bert = (
@@ -401,7 +403,9 @@ class Tokenizer:
             and type(normalizer).__name__ == "BertNormalizer"
             and normalizer.handle_chinese_chars
         )
-        return BERT_BOUNDARY if is_bert else BLANK
+        if is_bert:
+            return BERT_BOUNDARY
+        return re.compile(f"[{self._blanks}]") if self._blanks else None
 
     def _split(self, parts: list[str], owners: list[int]) -> list[_TokenizedText]:
         """Tokenize texts whole, each by `wordpiece` if it can be, else by the library."""
@@ -517,30 +521,52 @@ def _is_pair(value: Any) -> bool:
     return len(parts) == 2 and all(isinstance(part, str) for part in parts)
 
 
-def _cut(text: str, limit: int, chars: int) -> _Cut:
-    """Cut a text of which `limit` tokens are needed, within `chars` characters per token."""
+def _blanks_between_words(library: "Library") -> str:
+    """Those of BLANKS at which a tokenizer divides a text, before it divides the words.
+
+    SentencePiece's divide at a space alone, where their normalization does not make one of the
+    others, and some divide nowhere. How their words become tokens depends on all of a word.
+    """
+    if library.pre_tokenizer is None:
+        return ""
+
+    def pieces(text: str) -> int:
+        normalized = library.normalizer.normalize_str(text) if library.normalizer else text
+        return len(library.pre_tokenizer.pre_tokenize_str(normalized))
+
+    return "".join(blank for blank in BLANKS if pieces(f"a{blank}b") > pieces("ab"))
+
+
+def _cut(text: str, limit: int, chars: int, blanks: str = BLANKS) -> _Cut:
+    """Cut a text of which `limit` tokens are needed, within `chars` characters per token.
+
+    blanks: the characters that end a word.
+    """
     end = SPARE_CHARS + limit * chars
     if len(text) <= end:
         return _Cut(len(text), len(text))
+    if not blanks:
+        return _Cut(end, end - DISTRUST)
     # With the first budget, as many words as tokens; with a larger one, more in proportion.
     words = (limit + SPARE_WORDS) * chars // CHARS_PER_TOKEN[0]
     # Possessive quantifiers: without them a text that does not match would be tried again and
     # again with shorter words.
-    match = re.compile(f"(?:[{BLANKS}]*+[^{BLANKS}]++){{{words}}}").match(text, 0, end)
-    if match and text[match.end()] in BLANKS:
+    match = re.compile(f"(?:[{blanks}]*+[^{blanks}]++){{{words}}}").match(text, 0, end)
+    if match and text[match.end()] in blanks:
         return _Cut(match.end(), match.end())
-    blank = max(text.rfind(blank, end - DISTRUST, end) for blank in BLANKS)
+    blank = max(text.rfind(blank, end - DISTRUST, end) for blank in blanks)
     return _Cut(blank, blank) if blank >= 0 else _Cut(end, end - DISTRUST)
 
 
-def _cut_left(text: str, limit: int, chars: int, boundary: re.Pattern[str]) -> _Cut:
+def _cut_left(text: str, limit: int, chars: int, boundary: re.Pattern[str] | None) -> _Cut:
     """Cut a text of which the last `limit` tokens are needed, where a word ends.
 
     How a word is divided depends on how it begins. So a text is not cut within one, as `_cut` may,
     but kept whole if there is no boundary near.
     """
     begin = len(text) - SPARE_CHARS - limit * chars
-    match = boundary.search(text, begin, begin + SPARE_CHARS // 2) if begin > 0 else None
+    near = begin + SPARE_CHARS // 2
+    match = boundary.search(text, begin, near) if boundary and begin > 0 else None
     if match is None:
         return _Cut(len(text), len(text))
     # A boundary may be a part of a token of several words, such as [MASK], or of several blanks.
