@@ -6,13 +6,17 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
+pytest.importorskip("fastapi")
+
 from packhorse_bench import serving_host as host
 from packhorse_bench.serving_host import HostWatch, divide_cores, on_cores, processor_seconds
-from packhorse_bench.serving_servers import Endpoint
+from packhorse_bench.serving_servers import OURS, Endpoint, ServerPlace, start, stopping
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 
@@ -58,6 +62,19 @@ def test_processes_started_inside_run_on_these_cores() -> None:
 
 
 @linux
+def test_processes_of_our_server_write_their_stacks(tiny_folder: Path, tmp_path: Path) -> None:
+    place = ServerPlace(tiny_folder, "cpu", "fp32", 1, 8, more=("--fronts", "1"))
+    running = [start(OURS, place, tmp_path)]
+    with stopping(running):
+        running[0].wait()
+        lines = host.stacks(running[0])
+        assert running[0].vectors(["it still answers"]).shape[0] == 1
+    files = "\n".join(lines)
+    for name in ("supervisor.py", "processes/front.py", "processes/engine.py", "runtime/engine.py"):
+        assert name in files, files
+
+
+@linux
 def test_processor_time_is_that_of_a_process_and_all_below_it() -> None:
     burn = "while True: pass"
     code = (
@@ -86,6 +103,24 @@ def test_a_server_that_is_gone_leaves_figures_unknown() -> None:
     with HostWatch(Endpoint(1), None, None, 0.01, 0.1) as watch:
         time.sleep(0.4)
     assert watch.figures() == host.HostFigures()
+
+
+def test_a_watch_that_does_not_return_holds_up_nobody(monkeypatch) -> None:
+    released = threading.Event()
+
+    def hang(pid: int) -> None:  # as a driver may that NVML asks
+        released.wait(60)
+
+    monkeypatch.setattr(host, "END_SECONDS", 0.1)
+    monkeypatch.setattr(host, "processor_seconds", hang)
+    try:
+        with HostWatch(Endpoint(1), os.getpid(), None, 0.0, 5.0) as watch:
+            pass
+        assert watch.is_stuck and watch.figures() == host.HostFigures()
+    finally:
+        released.set()
+    watch._thread.join(60)
+    assert not watch.is_stuck
 
 
 def test_the_limit_on_open_files_only_rises() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 
 from packhorse.errors import RequestFailed
+from packhorse_bench import serving_http
 from packhorse_bench.serving_http import (
     LOST,
     NOT_HTTP,
@@ -341,6 +344,37 @@ def test_reports_of_several_generators_are_one() -> None:
 def test_bodies_of_both_dialects() -> None:
     assert request_body("/v1/embeddings", "m", "one") == b'{"model": "m", "input": "one"}'
     assert request_body("/prefix/embed", "m", ["a", "b"]) == b'{"inputs": ["a", "b"]}'
+
+
+def test_a_server_that_takes_no_connections_is_named(tmp_path: Path, monkeypatch) -> None:
+    """A listening port whose queue is full answers no handshake, and refuses none."""
+    monkeypatch.setattr(serving_http, "OPEN_SECONDS", 0.3)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        port = silent.getsockname()[1]
+        job = LoadJob(port, 0.0, 0.1, connections=16)
+        with pytest.raises(RequestFailed, match=r"only \d of 16 connections to port \d+ could be"):
+            asyncio.run(OfferedLoad(job, [b"x"], [1]).run())
+
+
+def test_a_generator_says_what_it_is_doing(stub_port: int, tmp_path: Path) -> None:
+    statuses: list[str] = []
+    with Generator(["one"], [3], tmp_path) as generator:
+        report = generator.run(LoadJob(stub_port, 0.0, 1.5, connections=2), statuses.append)
+        assert generator.status == statuses[-1]
+    assert report.answered > 0 and statuses
+    words = r"sending: \d+ requests have ended, [012] have no answer; 2 of 2 connections"
+    assert re.fullmatch(words, statuses[0])
+
+
+def test_a_generator_that_does_not_end_is_reported(stub_port: int, tmp_path: Path) -> None:
+    with Generator(["one"], [3], tmp_path) as generator:
+        generator.start(LoadJob(stub_port, 0.0, 60.0, connections=1))
+        generator._until = time.monotonic()  # its time is over
+        with pytest.raises(RequestFailed, match="did not end in time; what it said last: starting"):
+            generator.report()
+        generator._process.wait()
 
 
 def test_a_generator_that_died_is_reported(tmp_path: Path) -> None:

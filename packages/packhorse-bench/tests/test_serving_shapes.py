@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from threading import Thread
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from packhorse.errors import InputError
 from packhorse.reports import random_model
 from packhorse_bench import serving_shapes, serving_shapes_report
 from packhorse_bench.serving_figures import LoadSetup, LoopComparison, LoopRow, ServingSetup
+from packhorse_bench.serving_load import GeneratorTeam, LoadJob
 from packhorse_bench.serving_search import Effort
 from packhorse_bench.serving_servers import Endpoint, parse_url, with_served_model
+from packhorse_bench.serving_shapes import LoopStage, MeasuredServer
 from packhorse_bench.serving_texts import Shape
 
 SHORT = ("--device", "cpu", "--threads", 1, "--short", 0.5, "--warm", 0.1, "--repeats", 1)
@@ -162,8 +165,26 @@ def test_mistakes_are_one_line(cli, texts: Path, arguments: list[str], part: str
     known = () if "--peers" in arguments or "--url" in arguments else ("--peers", "none")
     arguments = ["--config", "tiny", "--device", "cpu", "--texts", str(texts), *known, *arguments]
     result = cli("bench", "serve", *arguments)
-    assert result.code == 2 and part in result.err
-    assert result.err.startswith("packhorse: ") and result.err.count("\n") == 1
+    *before, line = result.err.splitlines()
+    assert result.code == 2 and line.startswith("packhorse: ") and part in line
+    assert not any("packhorse: " in progress for progress in before)
+
+
+def test_a_loop_that_takes_too_long_says_what_it_waits_for(monkeypatch) -> None:
+    lines: list[str] = []
+    server = MeasuredServer("slow", Endpoint(1), None, 1.0)
+    stage = LoopStage(
+        ServingSetup("m"), torch.device("cpu"), GeneratorTeam([]), cast(Any, None), {}, [server],
+        problems={}, report_line=lines.append,
+    )  # fmt: skip
+    in_time = serving_shapes.LateLoop(stage, server, LoadJob(1, 0.0, seconds=60.0))
+    in_time("sending: 3 requests have ended")
+    assert lines == []
+    monkeypatch.setattr(serving_shapes, "LATE_SECONDS", 0.0)
+    late = serving_shapes.LateLoop(stage, server, LoadJob(1, 0.0, seconds=0.0))
+    late("opening connections, has 120 of 683")
+    (line,) = lines
+    assert line.startswith("slow: this loop has taken 0 s") and line.endswith("has 120 of 683")
 
 
 def test_urls_name_a_server_and_a_route(port: int) -> None:

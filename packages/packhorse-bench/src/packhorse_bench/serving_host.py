@@ -11,10 +11,11 @@ import http.client
 import json
 import os
 import resource
+import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -22,11 +23,14 @@ from typing import Any
 
 from packhorse.monitor import nvidia
 from packhorse.processor import usable_cores
-from packhorse_bench.serving_servers import Endpoint
+from packhorse_bench.serving_servers import Endpoint, PeerServer
 
 PROC = Path("/proc")
 SAMPLE_SECONDS = 0.2  # between two looks at the GPU
 ENGINE_AT = 0.8  # of the measured time: when the server is asked for its last batches
+# For the thread that watches, when a loop has ended: NVML asks the driver, which may not answer.
+END_SECONDS = 10.0
+DUMP_SECONDS = 1.5  # for the processes of a server to write their stacks
 LEAST_PINNED = 4  # cores of a machine on which generators get some for themselves
 
 
@@ -115,6 +119,21 @@ def _is_below(pid: int, root: int, parents: dict[int, int]) -> bool:
     return False
 
 
+def stacks(server: PeerServer, proc: Path = PROC) -> list[str]:
+    """What all threads of our server are doing: the lines that its processes write on SIGUSR1."""
+    begin = server.log.stat().st_size
+    for pid in sorted(processor_seconds(server.process.pid, proc) or ()):
+        with suppress(OSError):  # it has ended
+            words = (proc / str(pid) / "cmdline").read_bytes().split(b"\0")
+            # Other programs that it starts, as compilers, would be killed by the signal.
+            if b"packhorse.serve.processes" in words or b"packhorse" in words:
+                os.kill(pid, signal.SIGUSR1)
+    time.sleep(DUMP_SECONDS)
+    with server.log.open("rb") as log:
+        log.seek(begin)
+        return log.read().decode("utf-8", "replace").splitlines()
+
+
 @dataclass(frozen=True)
 class HostFigures:
     """What a server and the GPU did during a loop; None if it is not known."""
@@ -147,7 +166,12 @@ class HostWatch:
 
     def __exit__(self, *exception: object) -> None:
         self._ended.set()
-        self._thread.join()
+        self._thread.join(END_SECONDS)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it did not end with the loop, and so has no figures."""
+        return self._thread.is_alive()
 
     def figures(self) -> HostFigures:
         """What was seen; call it after the loop."""
@@ -166,7 +190,8 @@ class HostWatch:
                 if self._ended.wait(min(SAMPLE_SECONDS, self.seconds - passed)):
                     break
                 if library is not None and self.gpu is not None:
-                    busy += _utilization(library, self.gpu)
+                    share = nvidia.utilization(library, self.gpu)
+                    busy += [] if share is None else [share]
                 if batches is None and time.monotonic() - started >= ENGINE_AT * self.seconds:
                     batches = last_batches(self.endpoint, time.monotonic() - started)
         after = self._processor()
@@ -185,13 +210,6 @@ class HostWatch:
 
     def _processor(self) -> dict[int, float] | None:
         return None if self.pid is None else processor_seconds(self.pid)
-
-
-def _utilization(library: Any, gpu: int) -> Sequence[float]:
-    """The share of the last moments in which this GPU ran a kernel; nothing if it is unknown."""
-    devices = nvidia.devices(library)
-    shares = [device.utilisation for device in devices[gpu : gpu + 1]]
-    return [share for share in shares if share is not None]
 
 
 def last_batches(endpoint: Endpoint, seconds: float) -> list[dict[str, Any]]:

@@ -19,10 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from packhorse.errors import RequestFailed
+
 TIMEOUT = "timeout"
 LOST = "connection lost"
 NOT_HTTP = "answer not understood"
 SWEEP_SECONDS = 0.02  # between two looks for requests that have timed out
+OPEN_SECONDS = 30.0  # for all connections of a pool: a kernel tries again after 1, 3, 7 and 15
 
 
 @dataclass(slots=True)
@@ -141,7 +144,14 @@ class Pool:
 
     async def open(self) -> None:
         """Open all connections, so that no request waits for a handshake."""
-        await asyncio.gather(*(self._open() for _ in range(self.max_connections)))
+        try:
+            async with asyncio.timeout(OPEN_SECONDS):
+                await asyncio.gather(*(self._open() for _ in range(self.max_connections)))
+        except TimeoutError as error:
+            raise RequestFailed(
+                f"only {len(self.connections)} of {self.max_connections} connections to port "
+                f"{self.port} could be opened within {OPEN_SECONDS:g} s"
+            ) from error
 
     def push(self, request: PostRequest) -> None:
         """Send a request now, or when a connection is free."""

@@ -11,10 +11,11 @@ A job may begin with a warm-up whose requests do not count. On a fast server one
 enough: `GeneratorTeam` divides the connections and the rate of a job among several.
 
 It is a process of its own so that it shares neither Python's lock nor memory with what it measures.
-It reads one job per line from stdin, in JSON, and answers each with one line. It reports the
-processor time that it took itself, and how late it was in sending: if either is large, the figures
-are its own and not the server's. `burn` takes a given share of a core and does nothing, so that
-something else can be timed beside the same load.
+It reads one job per line from stdin, in JSON, and answers each with one line, before which it
+writes once a second what it is doing: whoever waits for it can tell a server that is slow from one
+that accepts no connections. It reports the processor time that it took itself, and how late it was
+in sending: if either is large, the figures are its own and not the server's. `burn` takes a given
+share of a core and does nothing, so that something else can be timed beside the same load.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from io import FileIO, RawIOBase
@@ -40,8 +41,9 @@ from typing import Any
 
 import numpy as np
 
-from packhorse.errors import RequestFailed
+from packhorse.errors import PackhorseError, RequestFailed
 from packhorse_bench.serving_http import (
+    OPEN_SECONDS,
     SWEEP_SECONDS,
     Pool,
     PostRequest,
@@ -53,7 +55,10 @@ OK = "200"
 ALLOWED = 0.01  # of all requests: more late ones than that, and the 99th percentile is late
 LEAD_SECONDS = 0.1  # between the last connection and the first request
 SLICE_SECONDS = 0.01
+STATUS_SECONDS = 1.0  # between two lines about what a generator is doing
+SPARE_SECONDS = 15.0  # beyond the longest time that a job may take
 
+ReportStatus = Callable[[str], None]
 RequestTexts = str | list[str]  # what one request asks: a text, or several
 
 
@@ -77,6 +82,11 @@ class LoadJob:
     first: int = 0  # of the generator's requests: the first that this job sends, and how many
     count: int = 0  # 0: all
     keep: bool = False  # report every latency
+
+    @property
+    def longest(self) -> float:
+        """Seconds after which it has surely ended, whatever the server does."""
+        return OPEN_SECONDS + LEAD_SECONDS + self.warm + self.seconds + self.timeout
 
 
 @dataclass(frozen=True)
@@ -143,9 +153,37 @@ class OfferedLoad:
         self.over_limit = 0  # failed, or over the limit
         self.start = self.begin = self.stop = 0.0  # of the load, and of what counts
 
-    async def run(self) -> LoadReport:
-        """Run the job, from the first connection to the report."""
-        await self.pool.open()
+    async def run(self, report_status: ReportStatus | None = None) -> LoadReport:
+        """Run the job, from the first connection to the report.
+
+        Once a second `report_status` is called with what it is doing.
+        """
+        status = asyncio.get_running_loop().create_task(self._describe(report_status))
+        try:
+            return await self._run()
+        finally:
+            status.cancel()
+
+    async def _describe(self, report_status: ReportStatus | None) -> None:
+        while report_status is not None:
+            await asyncio.sleep(STATUS_SECONDS)
+            connections = f"{len(self.pool.connections)} of {self.job.connections} connections"
+            if not self.start:
+                report_status(f"opening connections, has {connections}")
+                continue
+            unanswered = sum(1 for _ in self.pool.unanswered())
+            doing = "sending" if time.perf_counter() < self.stop else "waiting for the last answers"
+            report_status(
+                f"{doing}: {len(self.ended)} requests have ended, {unanswered} have no answer; "
+                f"{connections}"
+            )
+
+    async def _run(self) -> LoadReport:
+        try:
+            await self.pool.open()
+        except BaseException:
+            await self.pool.close()
+            raise
         cpu_before = time.process_time()
         started = time.perf_counter()
         self.start = started + LEAD_SECONDS
@@ -273,7 +311,12 @@ def _due(job: LoadJob) -> np.ndarray:
     return due[due < seconds]
 
 
-def perform(job: LoadJob, texts: Sequence[RequestTexts], tokens: Sequence[int]) -> LoadReport:
+def perform(
+    job: LoadJob,
+    texts: Sequence[RequestTexts],
+    tokens: Sequence[int],
+    report_status: ReportStatus | None = None,
+) -> LoadReport:
     """Run a job in this process."""
     chosen = slice(job.first, job.first + job.count if job.count else None)
     host = f"{job.host}:{job.port}"
@@ -287,7 +330,7 @@ def perform(job: LoadJob, texts: Sequence[RequestTexts], tokens: Sequence[int]) 
         new_event_loop = asyncio.new_event_loop
 
     async def run() -> LoadReport:
-        return await OfferedLoad(job, messages, tokens[chosen]).run()
+        return await OfferedLoad(job, messages, tokens[chosen]).run(report_status)
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(run())
@@ -320,9 +363,20 @@ def main(path: str, core: str = "") -> None:
         elif "stop" in message:
             continue
         else:
-            answer = asdict(perform(LoadJob(**message), texts, tokens))
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+            try:
+                answer = asdict(perform(LoadJob(**message), texts, tokens, _write_status))
+            except PackhorseError as error:
+                answer = {"failed": str(error)}
+        _write(answer)
+
+
+def _write(answer: Any) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def _write_status(status: str) -> None:
+    _write({"status": status})
 
 
 class Generator:
@@ -343,22 +397,26 @@ class Generator:
             [sys.executable, "-m", "packhorse_bench.serving_load", file, *pinned],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
             start_new_session=True,  # Ctrl-C goes to the parent only, which then ends it
         )
+        self._unread = b""
+        self._until = math.inf  # when the job must have ended, by `time.monotonic`
+        self.status = "starting"  # what it said last
 
-    def run(self, job: LoadJob) -> LoadReport:
+    def run(self, job: LoadJob, report_status: ReportStatus | None = None) -> LoadReport:
         """Run a job and return its figures."""
         self.start(job)
-        return self.report()
+        return self.report(report_status)
 
     def start(self, job: LoadJob) -> None:
         """Start a job without waiting for its end; call `report` next."""
+        self.status = "starting"
+        self._until = time.monotonic() + job.longest + SPARE_SECONDS
         self._send_message(asdict(job))
 
-    def report(self) -> LoadReport:
-        """Wait for the end of the job that was started."""
-        return LoadReport(**self._read_answer())
+    def report(self, report_status: ReportStatus | None = None) -> LoadReport:
+        """Wait for the end of the job that was started; raise if it does not end in time."""
+        return LoadReport(**self._read_answer(self._until, report_status))
 
     @contextmanager
     def burning(self, share: float) -> Iterator[None]:
@@ -368,7 +426,7 @@ class Generator:
             yield
         finally:
             self._send_message({"stop": True})
-            self._read_answer()
+            self._read_answer(time.monotonic() + SPARE_SECONDS)
 
     def __enter__(self) -> Generator:
         return self
@@ -383,14 +441,41 @@ class Generator:
     def _send_message(self, message: dict[str, Any]) -> None:
         if self._process.stdin is not None:
             with suppress(BrokenPipeError):  # `_read_answer` raises then
-                self._process.stdin.write(json.dumps(message) + "\n")
+                self._process.stdin.write(json.dumps(message).encode() + b"\n")
                 self._process.stdin.flush()
 
-    def _read_answer(self) -> Any:
-        line = self._process.stdout.readline() if self._process.stdout else ""
-        if not line:
-            raise RequestFailed("the load generator ended; what it said stands above")
-        return json.loads(line)
+    def _read_answer(self, until: float, report_status: ReportStatus | None = None) -> Any:
+        while True:
+            answer = json.loads(self._read_line(until))
+            if not isinstance(answer, dict):  # of `burn`
+                return answer
+            if "failed" in answer:
+                raise RequestFailed(answer["failed"])
+            if "status" not in answer:
+                return answer
+            self.status = answer["status"]
+            if report_status is not None:
+                report_status(self.status)
+
+    def _read_line(self, until: float) -> bytes:
+        """Return the next line of its output."""
+        pipe = self._process.stdout
+        if pipe is None:
+            raise RequestFailed("the load generator has no output")
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
+        while b"\n" not in self._unread:
+            if not poll.poll(1e3 * max(0.0, until - time.monotonic())):
+                self._process.kill()  # what it says later belongs to no job any more
+                raise RequestFailed(
+                    f"a load generator did not end in time; what it said last: {self.status}"
+                )
+            data = os.read(pipe.fileno(), 1 << 20)
+            if not data:
+                raise RequestFailed("the load generator ended; what it said stands above")
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
 
 
 class GeneratorTeam:
@@ -400,10 +485,10 @@ class GeneratorTeam:
         self.generators = generators
         self._running: Sequence[Generator] = ()
 
-    def run(self, job: LoadJob) -> LoadReport:
+    def run(self, job: LoadJob, report_status: ReportStatus | None = None) -> LoadReport:
         """Run a job, each generator with its share of connections and rate."""
         self.start(job)
-        return self.report()
+        return self.report(report_status)
 
     def start(self, job: LoadJob) -> None:
         """Start a job without waiting for its end; call `report` next."""
@@ -419,9 +504,12 @@ class GeneratorTeam:
             )
             generator.start(share)
 
-    def report(self) -> LoadReport:
-        """Wait for all generators; their figures as those of one."""
-        return merge([generator.report() for generator in self._running])
+    def report(self, report_status: ReportStatus | None = None) -> LoadReport:
+        """Wait for all generators; their figures as those of one.
+
+        `report_status` is called once a second with what the first that has not ended is doing.
+        """
+        return merge([generator.report(report_status) for generator in self._running])
 
 
 if __name__ == "__main__":

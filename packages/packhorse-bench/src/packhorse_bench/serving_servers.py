@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -36,6 +36,7 @@ MODEL = "model"
 START_SECONDS = 180.0
 STOP_SECONDS = 5.0
 ANSWER_SECONDS = 60.0
+WAIT_LINE_SECONDS = 10.0  # between two lines that say that a server is still starting
 INFINITY = Path(".venv-infinity/bin/infinity_emb")  # as `make peers` makes it
 INFINITY_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -237,16 +238,27 @@ class PeerServer:
     endpoint: Endpoint
     process: subprocess.Popen[bytes]
     log: Path
+    begun: float = field(default_factory=time.monotonic)
 
-    def wait(self) -> None:
-        """Wait until it answers; raises `Unserved` if it ends or takes too long."""
-        until = time.monotonic() + START_SECONDS
-        while time.monotonic() < until:
+    def wait(self, report_line: Callable[[str], None] = lambda line: None) -> None:
+        """Wait until it answers; raises `Unserved` if it ends or takes too long.
+
+        `report_line` is called now and then while it starts, and when it is ready.
+        """
+        begun = time.monotonic()
+        next_line = begun + WAIT_LINE_SECONDS
+        while (now := time.monotonic()) < begun + START_SECONDS:
+            if now >= next_line:
+                next_line = now + WAIT_LINE_SECONDS
+                report_line(f"{self.name} is starting, for {now - self.begun:.0f} s")
             if self.process.poll() is not None:
                 raise Unserved(f"ended with {self.process.returncode}: {self.last_words()}")
             try:
                 if self.endpoint.ask("GET", "/health", seconds=5.0)[0] == 200:
-                    return
+                    seconds = time.monotonic() - self.begun
+                    return report_line(
+                        f"{self.name} was seen ready {seconds:.1f} s after its start"
+                    )
             except (OSError, http.client.HTTPException):
                 pass
             time.sleep(0.1)

@@ -10,6 +10,10 @@ Servers take turns in each round, and a row has the medians of the rounds. Besid
 says what limited it: how full the batches and how busy the GPU, the server's cores and the busiest
 generator were. Vectors of a sample are compared with those of the library in fp32 before anything
 is measured; a server that gives others has no figures.
+
+A run says what it is doing: when a server is ready, each loop as it begins and its figures as it
+ends. A loop that takes longer than it should says what it waits for, and what the threads of our
+server are doing.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import numpy as np
 import torch
 
 from packhorse import device as devices
-from packhorse.errors import InputError
+from packhorse.errors import InputError, RequestFailed
 from packhorse.monitor import nvidia
 from packhorse.reports import docstrings, random_model, subject
 from packhorse.runtime.encoder import Encoder
@@ -46,6 +50,7 @@ from packhorse_bench.serving_host import (
     divide_cores,
     on_cores,
     raise_file_limit,
+    stacks,
 )
 from packhorse_bench.serving_load import (
     Generator,
@@ -77,6 +82,7 @@ TOKENS_IN_FLIGHT_GPU = 1 << 18
 MAX_CONNECTIONS = 2048
 OFFLINE_TOKENS = 1 << 20  # of a call of the library without a server
 TIMEOUT = 60.0
+LATE_SECONDS = 10.0  # beyond its time, until a loop says what it waits for; and from then on again
 # Known servers that run in containers of their own: measured with --url, otherwise missing.
 CONTAINERS = ("text-embeddings-inference", "vLLM")
 MISSING = "missing; the serve guide has its container, --url measures it"
@@ -158,6 +164,7 @@ class LoopStage:
     places: dict[Shape, tuple[int, int]]  # the generators' requests of a shape: first, count
     servers: list[MeasuredServer]
     problems: dict[str, str]
+    report_line: ReportLine
     trials: dict[tuple[str, Shape, str, float | None], LoopTrials] = field(default_factory=dict)
 
     def alive(self) -> list[MeasuredServer]:
@@ -169,6 +176,30 @@ class LoopStage:
         if self.setup.load.connections:
             return self.setup.load.connections
         return default_connections(shape, self.device)
+
+
+class LateLoop:
+    """Says what a loop waits for once it takes longer than it should: `GeneratorTeam.report`'s."""
+
+    def __init__(self, stage: LoopStage, server: MeasuredServer, job: LoadJob) -> None:
+        self.stage = stage
+        self.server = server
+        self.begun = time.monotonic()
+        self.next_line = self.begun + job.warm + job.seconds + LATE_SECONDS
+        self.has_stacks = server.process is None or server.name != OURS
+
+    def __call__(self, status: str) -> None:
+        """Take what a generator is doing, once a second."""
+        now = time.monotonic()
+        if now < self.next_line:
+            return
+        self.next_line = now + LATE_SECONDS
+        line = f"{self.server.name}: this loop has taken {now - self.begun:.0f} s; a generator is "
+        self.stage.report_line(line + status)
+        if not self.has_stacks and self.server.process is not None:
+            self.has_stacks = True
+            for line in stacks(self.server.process):
+                self.stage.report_line(line)
 
 
 def default_connections(shape: Shape, device: torch.device) -> int:
@@ -192,6 +223,7 @@ def measure(
     with ExitStack() as stack:
         temporary = TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True)
         scratch = Path(stack.enter_context(temporary))
+        report("making the model and its texts")
         texts = setup.texts or tuple(item.text for item in docstrings.read())
         folder = _model_folder(setup, texts, scratch)
         running: list[PeerServer] = []
@@ -199,10 +231,11 @@ def measure(
         problems: dict[str, str] = {}
         # Servers open their models while the texts are made here.
         starting = _start(setup, folder, device, dtype, division, running, problems, scratch)
+        report(f"starting: {', '.join(server.name for server in starting) or 'nothing'}")
         encoder = load(folder, device="cpu", dtype="fp32")
         request_texts, tokens, places = _requests(setup, encoder, texts)
         sample = _sample(request_texts, places)
-        servers = _check_servers(setup, starting, encoder, sample, problems)
+        servers = _check_servers(setup, starting, encoder, sample, problems, report)
         del encoder
         processes = [
             stack.enter_context(Generator(request_texts, tokens, scratch, core))
@@ -216,6 +249,7 @@ def measure(
             places=places,
             servers=servers,
             problems=problems,
+            report_line=report,
         )
         report(f"serving: {', '.join(server.name for server in servers) or 'nobody'}")
         _run_rounds(stage, progress or (lambda done, total: None))
@@ -369,6 +403,7 @@ def _check_servers(
     encoder: Encoder,
     sample: Sequence[str],
     problems: dict[str, str],
+    report_line: ReportLine,
 ) -> list[MeasuredServer]:
     """The servers that answer with the encoder's vectors; the others become problems."""
     exact = np.asarray(encoder.embed(list(sample)), np.float32)
@@ -380,7 +415,7 @@ def _check_servers(
     for name, endpoint, process in candidates:
         try:
             if process is not None:
-                process.wait()
+                process.wait(report_line)
             cosine = _smallest_cosine(endpoint.vectors(sample), exact)
         except (Unserved, OSError, http.client.HTTPException, ValueError, LookupError) as error:
             problems[name] = failure_reason(error)
@@ -424,7 +459,8 @@ def _run_rounds(stage: LoopStage, progress: Progress) -> None:
                 try:
                     server.check_alive()
                     step(server, turn)
-                except Unserved as error:
+                except (Unserved, RequestFailed) as error:
+                    stage.report_line(f"{server.name}: {error}")
                     stage.problems[server.name] = failure_reason(error)
                 done += seconds
                 progress(int(done), int(total))
@@ -457,34 +493,46 @@ def _watch(stage: LoopStage, server: MeasuredServer) -> HostWatch:
     return HostWatch(server.endpoint, server.pid, gpu, loops.warm, loops.seconds)
 
 
-def _record(
+def _run_loop(
     stage: LoopStage,
     server: MeasuredServer,
     loop: tuple[Shape, str, float | None],
     job: LoadJob,
-    measured: tuple[LoadReport, HostFigures],
-) -> None:
+    generators: GeneratorTeam | Generator,
+) -> LoadReport:
+    """Run a job, and keep its figures unless nothing was answered."""
     shape, name, load = loop
+    share = "" if load is None else f" at {load:.0%}"
+    title = f"{server.name}, {shape}, {name}{share}, {job.connections} connections"
+    stage.report_line(f"{title}: begins")
+    with _watch(stage, server) as watch:
+        report = generators.run(job, LateLoop(stage, server, job))
+    if watch.is_stuck:
+        stage.report_line(f"{title}: what the machine did is unknown, NVML or /proc do not answer")
+    errors = ", ".join(f"{count} {error}" for error, count in report.errors.items())
+    if not report.answered:
+        raise Unserved(f"answered nothing in {title}: {errors or 'no answer within the loop'}")
     key = (server.name, shape, name, load)
     trials = stage.trials.setdefault(key, LoopTrials(server, shape, name, load, job.connections))
-    report, host = measured
     trials.reports.append(report)
-    trials.host.append(host)
+    trials.host.append(watch.figures())
+    stage.report_line(
+        f"{title}: {report.rate:,.1f} requests/s, {report.rate * shape.all_tokens:,.0f} tokens/s, "
+        f"p50 {report.p50_ms:.1f} ms, p99 {report.p99_ms:.1f} ms, errors: {errors or 'none'}"
+    )
+    return report
 
 
 def _closed(stage: LoopStage, server: MeasuredServer, shape: Shape, turn: int) -> None:
     job = _job(stage, server, shape, turn)
-    with _watch(stage, server) as watch:
-        report = stage.team.run(job)
-    if not report.answered:
-        errors = ", ".join(report.errors) or "no answer within the loop"
-        raise Unserved(f"answered nothing in a closed loop of {shape}: {errors}")
-    _record(stage, server, (shape, "closed", None), job, (report, watch.figures()))
+    _run_loop(stage, server, (shape, "closed", None), job, stage.team)
 
 
 def _closed_rate(stage: LoopStage, server: MeasuredServer, shape: Shape) -> float:
     """Requests per second of the closed loops so far."""
-    trials = stage.trials[server.name, shape, "closed", None]
+    trials = stage.trials.get((server.name, shape, "closed", None))
+    if trials is None:
+        raise Unserved(f"has no closed loop of {shape}, whose rate others are a share of")
     return median(report.rate for report in trials.reports)
 
 
@@ -492,29 +540,26 @@ def _open(stage: LoopStage, server: MeasuredServer, shape: Shape, turn: int) -> 
     """Random arrivals at a share of what the server answers in a closed loop."""
     job = _job(stage, server, shape, turn)
     job = replace(job, rate=OPEN_LOAD * _closed_rate(stage, server, shape))
-    with _watch(stage, server) as watch:
-        report = stage.team.run(job)
-    _record(stage, server, (shape, "open", OPEN_LOAD), job, (report, watch.figures()))
+    _run_loop(stage, server, (shape, "open", OPEN_LOAD), job, stage.team)
 
 
 def _lone(stage: LoopStage, server: MeasuredServer, load: float, turn: int) -> None:
     """One client with one short text at a time, beside an open loop of the first shape."""
     job = replace(_job(stage, server, LONE, turn), connections=1)
+    if not load:
+        _run_loop(stage, server, (LONE, "lone", load), job, stage.single)
+        return
     shape = stage.setup.load.shapes[0]
     open_loop = _job(stage, server, shape, turn)
     # It ends after the client, so that none of the queries is answered by an idle server.
     open_loop = replace(
         open_loop, rate=load * _closed_rate(stage, server, shape), seconds=open_loop.seconds + 0.5
     )
-    if load:
-        stage.team.start(open_loop)
-    with _watch(stage, server) as watch:
-        report = stage.single.run(job)
-    if load:
-        stage.team.report()
-    if not report.answered:
-        raise Unserved(f"answered no lone query: {', '.join(report.errors) or 'no answer'}")
-    _record(stage, server, (LONE, "lone", load), job, (report, watch.figures()))
+    stage.team.start(open_loop)
+    try:
+        _run_loop(stage, server, (LONE, "lone", load), job, stage.single)
+    finally:
+        stage.team.report(LateLoop(stage, server, open_loop))
 
 
 def _offline(

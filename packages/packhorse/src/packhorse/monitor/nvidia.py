@@ -65,6 +65,15 @@ def devices(library: Any) -> list[Device]:
     return [_device(library, number) for number in range(count)]
 
 
+def utilization(library: Any, number: int) -> float | None:
+    """Return the share of the last moments in which this GPU ran a kernel; None if unknown."""
+    handle = _query(library, library.nvmlDeviceGetHandleByIndex, number)
+    if handle is None:
+        return None
+    rates = _query(library, library.nvmlDeviceGetUtilizationRates, handle)
+    return None if rates is None else rates.gpu / 100
+
+
 def _device(library: Any, number: int) -> Device:
     handle = _query(library, library.nvmlDeviceGetHandleByIndex, number)
     if handle is None:

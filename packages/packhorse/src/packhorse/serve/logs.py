@@ -8,9 +8,12 @@ ids.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import signal
 import sys
 import traceback
+from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +65,11 @@ class PlainLines(logging.Formatter):
 
 
 def set_up(settings: ServeSettings) -> None:
-    """Send the log of the server and of uvicorn to stderr, in the format of the settings."""
+    """Send the log of the server and of uvicorn to stderr, in the format of the settings.
+
+    SIGUSR1 makes a process write there what each of its threads is doing, also one that hangs.
+    """
+    _write_stacks_on_signal()
     handler = logging.StreamHandler(sys.stderr)
     plain = PlainLines("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonLines() if settings.log_format == "json" else plain)
@@ -72,6 +79,14 @@ def set_up(settings: ServeSettings) -> None:
         logger.propagate = False
         logger.setLevel(level)
     REQUESTS.disabled = not settings.log_requests
+
+
+def _write_stacks_on_signal() -> None:
+    if not hasattr(signal, "SIGUSR1"):
+        return
+    with suppress(OSError, ValueError):  # stderr is no file
+        # The handler of a program that has one is called too; the default would end the process.
+        faulthandler.register(signal.SIGUSR1, chain=callable(signal.getsignal(signal.SIGUSR1)))
 
 
 def log_request(record: RequestRecord, route: str, status: int) -> None:
