@@ -8,8 +8,8 @@
 # are flags of `packhorse serve`; leave --port alone and map it with -p. Without a key it does not
 # start, unless told --insecure. `docker stop -t 40` gives it time to drain (--drain-seconds 30).
 #
-# One base for both: torch brings its own CUDA, and only the driver is the host's. The compiler
-# stays in the image, because the CPU's and the GPU's kernels are built for the machine they run on.
+# One base for both: torch brings its own CUDA, and only the driver is the host's. The compiler builds
+# the CPU's kernels into the installed package, and stays in the image for Triton and --graphs.
 # The base is named by its digest too, so that a build can be repeated: the image of October 2026, for
 # every processor it exists for. A newer one, with the fixes of Debian and Python since then, is
 # `--build-arg BASE_DIGEST=sha256:…`, as `docker pull python:3.12-slim-bookworm` prints it.

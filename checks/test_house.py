@@ -49,7 +49,7 @@ LAYERS = (
         "processor",
         "progress",
     ),
-    ("errors",),
+    ("c_sources", "errors"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 ONLY = {"monitor": {"status", "device", "errors"}}

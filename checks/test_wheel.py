@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -15,10 +16,12 @@ from zipfile import ZipFile
 import pytest
 
 import packhorse
+from packhorse.c_sources import library_name, wheel_libraries
 from packhorse.train import recipes
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("packhorse", "packhorse-bench", "packhorse-port")
+COMPILED = "packhorse/compiled/"
 ADDRESS = "https://example.org/someone/packhorse"
 # The targets of links and pictures in Markdown and HTML.
 TARGET = re.compile(r"\]\(\s*([^)\s]+)|(?:href|src|srcset)=\"([^\"]+)\"")
@@ -41,10 +44,13 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     command += [str(folder / "packages" / name) for name in PACKAGES]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
-    version = packhorse.__version__
-    return {
-        name: folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl" for name in PACKAGES
-    }
+    return {name: the_wheel(folder, name) for name in PACKAGES}
+
+
+def the_wheel(folder: Path, name: str) -> Path:
+    """The wheel of this package; the library's has the platform in its name."""
+    (wheel,) = folder.glob(f"{name.replace('-', '_')}-{packhorse.__version__}-py3-none-*.whl")
+    return wheel
 
 
 def metadata(wheel: Path) -> Message:
@@ -66,9 +72,40 @@ def test_every_source_file_and_nothing_else_is_in_the_wheel(
     with ZipFile(wheels[name]) as archive:
         content = {place for place in archive.namelist() if ".dist-info/" not in place}
         licenses = [place for place in archive.namelist() if place.endswith("LICENSE")]
-    assert content == files
+    assert {place for place in content if not place.startswith(COMPILED)} == files
     assert f"{name.replace('-', '_')}/py.typed" in content
     assert len(licenses) == 1
+
+
+def test_the_c_kernels_are_compiled_where_there_is_a_compiler(wheels: dict[str, Path]) -> None:
+    with ZipFile(wheels["packhorse"]) as archive:
+        compiled = {place for place in archive.namelist() if place.startswith(COMPILED)}
+    has_compiler = any(map(shutil.which, ("cc", "gcc", "clang")))
+    expected = wheel_libraries() if has_compiler else []
+    names = {
+        COMPILED + library_name(source.path, source.defines, variant)
+        for source, variant in expected
+    }
+    assert compiled == names
+    assert wheels["packhorse"].name.endswith("-none-any.whl") == (not names)
+    assert wheels["packhorse-port"].name.endswith("-none-any.whl")
+
+
+def test_a_wheel_for_every_machine(tmp_path: Path) -> None:
+    """And one that must have the kernels is not built without a compiler."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
+    command += ["--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    command += [str(REPOSITORY / "packages" / "packhorse")]
+    no_compiler = os.environ | {"PATH": str(Path(sys.executable).parent)}
+    no_compiler.pop("CC", None)
+    subprocess.run(command, check=True, env=no_compiler)
+    (wheel,) = tmp_path.iterdir()
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with ZipFile(wheel) as archive:
+        assert not [place for place in archive.namelist() if place.startswith(COMPILED)]
+    required = no_compiler | {"PACKHORSE_BUILD_KERNELS": "required"}
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, env=required)
+    assert refused.returncode and "there is no C compiler" in refused.stdout + refused.stderr
 
 
 def test_files_that_are_not_python_are_in_it(wheels: dict[str, Path]) -> None:

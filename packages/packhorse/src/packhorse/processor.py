@@ -1,8 +1,9 @@
 """The features of the processor; `PACKHORSE_CPU` restricts them to those of an older one.
 
-Every choice that depends on the processor asks `features()`: which C is compiled, whether weights
-are prepared in bf16 or fp32, what `dtype="auto"` tries. It returns what this process may use: what
-the machine has, without what torch's own switches or `PACKHORSE_CPU` exclude.
+Every choice that depends on the processor asks `features()`: which C is compiled, or taken from the
+wheel (`runs_variant`), whether weights are prepared in bf16 or fp32, what `dtype="auto"` tries. It
+returns what this process may use: what the machine has, without what torch's own switches or
+`PACKHORSE_CPU` exclude.
 
 `PACKHORSE_CPU` is for tests, and for people who want the results or the speed of another machine.
 Each level includes all levels above it in this list:
@@ -29,6 +30,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
+from packhorse.c_sources import VARIANTS
 from packhorse.errors import InputError
 
 VARIABLE = "PACKHORSE_CPU"
@@ -155,6 +157,14 @@ def _features(name: str | None) -> Features:
     # Elsewhere it accepts bf16 only if the processor multiplies it.
     multiplies = has["avx512_bf16"] or has["amx"] or not has["avx2"]
     return Features(**has, bf16=multiplies and _onednn_accepts_bf16(), march=march)
+
+
+def runs_variant(name: str) -> bool:
+    """Return whether this process may run code of this variant, of `c_sources.VARIANTS`."""
+    variant = VARIANTS[name]
+    if not variant.is_for(platform.machine()):
+        return False
+    return not variant.needs or bool(getattr(features(), variant.needs))
 
 
 def _onednn_accepts_bf16() -> bool:

@@ -81,6 +81,7 @@ def assert_close(qkv: list[Tensor], packed: Packed) -> None:
 def rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nothing loaded yet and an empty cache; afterwards the process finds its own again."""
     monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "WHEEL_FOLDER", tmp_path / "no-wheel")
     for function in CACHED:
         function.cache_clear()
     yield tmp_path / "cache"

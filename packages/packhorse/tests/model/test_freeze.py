@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from packhorse import attention
+from packhorse import attention, native
 from packhorse.errors import KernelError
 from packhorse.model import freeze as freezing
 from packhorse.model.bert import AddNorm, Bert
@@ -72,6 +72,7 @@ def assert_close(width: int, rows: int, dtype: torch.dtype) -> None:
 def rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nothing loaded yet and an empty cache; afterwards the process finds its own again."""
     monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "WHEEL_FOLDER", tmp_path / "no-wheel")
     for function in (freezing._add_norm, freezing._has_fused_add_norm):
         function.cache_clear()
     yield

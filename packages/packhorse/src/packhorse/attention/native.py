@@ -1,9 +1,9 @@
-"""Attention for CPUs in one pass over the batch: native.c, compiled at first use.
+"""Attention for CPUs in one pass over the batch: native.c, compiled in wheels or at first use.
 
 The fastest on a CPU at BERT's lengths: nothing is padded, gathered or masked, and scores never
 leave the cache. Blocks of keys that a window or causal attention hides are skipped; what a distance
-adds to a score, minus infinity where a key is hidden, is a table that the C code reads. The cost is
-a C compiler on the machine, and there is no backward pass.
+adds to a score, minus infinity where a key is hidden, is a table that the C code reads. There is no
+backward pass, and outside a wheel it needs a C compiler on the machine.
 
 Shapes: T tokens, H heads, D head width, L tokens of the longest sequence.
 """
@@ -255,6 +255,7 @@ def _function(bf16: bool) -> Callable[..., int]:
     """The compiled kernel; raises `Obstacle` if it cannot be built (exceptions are not cached)."""
     if bf16 and not features().avx512_bf16:
         raise Obstacle("this processor has no AVX512-BF16", fixable=False)
+    openmp_entry()  # or the obstacle would come with the first batch
     defines = (f"BF16={int(bf16)}", f"CHUNK={CHUNK}", f"WIDEST={WIDEST}")
     argument_types = (*[POINTER] * 6, *[LONG] * 10, FLOAT, FLOAT, POINTER, UNSIGNED)
     return function(SOURCE, "packhorse_attend", argument_types, defines, returns=INT)

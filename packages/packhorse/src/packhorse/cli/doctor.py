@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from packhorse import __version__
+from packhorse.c_sources import C_SOURCES, X86, CSource
 from packhorse.cli.console import JsonFlag, emit, table
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def doctor(*, json: JsonFlag = False) -> None:
     table("Machine", ["what", "found"], machine)
     columns = ["device", "dtype", "kernel", "runs", "why", "fix"]
     table("Attention kernels", columns, [list(row.values()) for row in report["kernels"]])
+    columns = ["C code", "from", "variant", "tested", "why", "fix"]
+    table("Compiled C", columns, [list(row.values()) for row in report["compiled"]])
     table("Extras", ["extra", "installed", "fix"], [list(row.values()) for row in report["extras"]])
     emit(report, json)
 
@@ -66,6 +69,7 @@ def examine() -> dict[str, Any]:
     return {
         "machine": _machine(devices),
         "kernels": [row for device in devices for row in _kernels(device)],
+        "compiled": [_compiled(source) for source in C_SOURCES],
         "extras": [_extra(name, distribution) for name, distribution in EXTRAS.items()],
     }
 
@@ -152,6 +156,28 @@ def _kernels(device: "torch.device") -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _compiled(source: CSource) -> dict[str, Any]:
+    """Say where the code of a C source comes from: the wheel, this machine's compiler, nowhere."""
+    from packhorse.native import Obstacle, loaded
+
+    row: dict[str, Any] = {"code": source.purpose}
+    try:
+        library = loaded(source)
+    except Obstacle as reason:
+        row |= {"from": "absent", "variant": None, "tested": None, "why": str(reason)}
+        return row | {"fix": _fix(row["why"])}
+    origin = "wheel" if library.from_wheel else "compiled here"
+    row |= {"from": origin, "variant": library.variant, "tested": _tested(), "why": None}
+    return row | {"fix": None}
+
+
+def _tested() -> str:
+    """Say how our C is tested for this kind of machine."""
+    if platform.machine() in X86:
+        return "yes"
+    return "no" if sys.platform == "darwin" else "in emulation only"
 
 
 def _fix(reason: str | None) -> str | None:

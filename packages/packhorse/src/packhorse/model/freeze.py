@@ -139,6 +139,7 @@ def _add_norm(bf16: bool) -> Callable[..., None]:
 def _has_fused_add_norm(dtype: torch.dtype) -> bool:
     try:
         _add_norm(dtype == torch.bfloat16)
+        openmp_entry()
     except Obstacle as reason:  # torch's own LayerNorm will do
         warn_slow(reason)
         return False
