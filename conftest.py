@@ -32,8 +32,9 @@ from packhorse.processor import limit
 WORDS = ("the", "horse", "mule", "carries", "sacks", "to", "market", "good", "bad", "hello")
 LABELS = {"classify": ("good", "bad"), "rerank": ("score",), "tokens": ("O", "B-PER", "I-PER")}
 # Threads that tqdm, schemathesis, torch's compiler and its autograd ("Dummy-": not begun by Python)
-# keep as long as the process lives.
+# keep as long as the process lives, and ours of groups of cores.
 KEPT = (
+    "packhorse-cores-",
     "tqdm_monitor",
     "asyncio-portal-",
     "ThreadPoolExecutor-",

@@ -22,6 +22,7 @@ Shapes: T tokens, S sequences.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -141,6 +142,13 @@ class LaunchedBatch:
     outputs: Sequence[Tensor]  # one per head, [T, …] or [S, …]
     token_indices: Tensor | None  # the tokens that per-token heads ran on; None: all
     copied: torch.cuda.Event | None = None  # recorded when the results are on the host
+    # Until `wait`, where groups of cores run parts of the batch: the outputs of each part.
+    parts: Sequence[Future[Sequence[Tensor]]] = ()
+
+    @property
+    def is_back(self) -> bool:
+        """Whether the results are on the host for certain."""
+        return self.copied is None and not self.parts
 
     def copy_to_host(self) -> LaunchedBatch:
         """Queue the copy of the results to the host right behind the work that computes them.
@@ -159,6 +167,10 @@ class LaunchedBatch:
 
     def wait(self) -> LaunchedBatch:
         """Wait for the device; return the same batch with its results on the host in fp32."""
+        if self.parts:
+            columns = zip(*(part.result() for part in self.parts), strict=True)
+            outputs = [torch.cat(column) for column in columns]
+            return replace(self, outputs=outputs, parts=()).wait()
         if self.copied is not None:
             self.copied.synchronize()
         host = [output.float().cpu() for output in self.outputs]

@@ -1,0 +1,203 @@
+"""Batches side by side on groups of cores: one thread per part of a batch, not all on each product.
+
+A product that sixteen cores share is too small for them: every layer ends in a dozen waits of all
+for the slowest. So a batch is divided between sequences, into parts that cost the same, and each
+part runs through the whole model on its own group of cores. How many groups depends on the tokens:
+a large batch has a group per core, a smaller one fewer groups of several cores, and a small one
+runs as before, on all cores at once. Groups take parts from one queue, so that a batch that is
+launched before another is back keeps all of them busy.
+
+A sequence's result is that of its part by itself: sequences do not see each other, and a part
+computes what it would compute alone on as many threads.
+
+Shapes: T tokens, S sequences.
+"""
+
+# torch leaves some of its functions untyped.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packhorse.native import INT, Obstacle, openmp_library
+from packhorse.packing.batch import Packed
+from packhorse.processor import usable_cores
+
+# Of a part: with fewer, a core's products are small, and Python takes a share of the time.
+SMALLEST_PART = 512
+LARGEST_PART = 2048  # with more, what a layer keeps for its tokens leaves the core's cache
+# With sequences of so many tokens, attention takes as long as the rest of a layer; roughly, for any
+# width of model.
+DOUBLED_LENGTH = 1000
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+Run = Callable[[Packed, Sequence[str], Tensor | None], Sequence[Tensor]]
+
+
+def default_budget(smallest: int) -> int:
+    """Tokens of a batch that gives every core a part, at least `smallest`."""
+    return max(smallest, LARGEST_PART * torch.get_num_threads())
+
+
+def grouping(tokens: int, threads: int) -> tuple[int, int]:
+    """How many groups run a batch of so many tokens, and how many threads each has."""
+    size = 1
+    while size < threads and tokens < threads // size * SMALLEST_PART:
+        size *= 2
+    return max(1, threads // size), min(size, threads)
+
+
+def launch(
+    run: Run, packed: Packed, heads: tuple[str, ...], only: int | None
+) -> list[Future[Sequence[Tensor]]]:
+    """Start a batch on groups of cores; empty if all cores should run it as a whole.
+
+    With `only`, per-token heads run on the tokens with this id alone. The results of the parts, end
+    to end, are those of the batch.
+    """
+    count, threads = grouping(len(packed.ids), torch.get_num_threads())
+    if count < 2 or len(packed) < 2 or packed.capacity or not _can_divide_threads():
+        return []
+    groups = _groups(os.getpid(), count, threads)
+    return [
+        groups.submit(partial(_run_part, run, part, heads, only)) for part in divide(packed, count)
+    ]
+
+
+def _run_part(run: Run, part: Packed, heads: tuple[str, ...], only: int | None) -> Sequence[Tensor]:
+    indices = None if only is None else (part.ids == only).nonzero().flatten()
+    return run(part, heads, indices)
+
+
+def divide(packed: Packed, count: int) -> list[Packed]:
+    """Cut a ragged batch between sequences, into at most `count` parts that cost about the same."""
+    bounds = packed.cu_seqlens.numpy().astype(np.int64)
+    lengths = np.diff(bounds)
+    # Linear layers cost as much as there are tokens, attention as their number times the length.
+    cost: np.ndarray = np.concatenate([[0.0], np.cumsum(lengths * (1 + lengths / DOUBLED_LENGTH))])
+    targets: np.ndarray = cost[-1] * np.arange(1, count) / count
+    above: np.ndarray = np.searchsorted(cost, targets)
+    below = above - 1
+    cuts = np.where(targets - cost[below] < cost[above] - targets, below, above)
+    edges: list[int] = np.unique([0, *cuts.tolist(), len(lengths)]).tolist()
+    return [_slice(packed, begin, end) for begin, end in pairwise(edges)]
+
+
+def _slice(packed: Packed, begin: int, end: int) -> Packed:
+    """Sequences `begin` to `end` of a batch, as a batch."""
+    bounds = packed.cu_seqlens[begin : end + 1]
+    first, last = int(bounds[0]), int(bounds[-1])
+    prompts = packed.prompt_lengths
+    keys = packed.key_lengths
+    return Packed(
+        ids=packed.ids[first:last],
+        types=packed.types[first:last],
+        positions=packed.positions[first:last],
+        cu_seqlens=bounds - first,
+        max_seqlen=int(bounds.diff().max()),
+        places=tuple(range(end - begin)),
+        prompt_lengths=None if prompts is None else prompts[begin:end],
+        key_lengths=None if keys is None else keys[begin:end],
+    )
+
+
+@final
+class CoreGroups:
+    """Threads that take work from one queue, each on cores of its own.
+
+    They live as long as the process: to start one costs as much as a short text.
+    """
+
+    def __init__(self, count: int, threads: int) -> None:
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        cores = own_cores(count * threads)
+        for number in range(count):
+            own = cores[number * threads : (number + 1) * threads]
+            name = f"packhorse-cores-{number}"
+            arguments = (threads, own)
+            threading.Thread(target=self._live, args=arguments, name=name, daemon=True).start()
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        """Have the next group that is free call a function."""
+        future: Future[Any] = Future()
+        self._queue.put((future, function))
+        return future
+
+    def _live(self, threads: int, cores: Sequence[int]) -> None:
+        if cores:  # before OpenMP starts threads, which inherit it
+            os.sched_setaffinity(0, cores)
+        _use_threads(threads)
+        while True:
+            _call(*self._queue.get())
+
+
+def _call(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        result = function()
+    except BaseException as error:  # it is raised where the result is read
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+@cache
+def _groups(process: int, count: int, threads: int) -> CoreGroups:
+    """The groups of this process; a forked child has none of its parent's threads."""
+    return CoreGroups(count, threads)
+
+
+def own_cores(count: int, topology: Path = TOPOLOGY) -> list[int]:
+    """Physical cores to bind threads to, if the process has exactly so many; else none.
+
+    With fewer threads than cores, others use the rest and the system knows better which is free.
+    Whoever sets OMP_PROC_BIND has decided about binding.
+    """
+    if not hasattr(os, "sched_setaffinity") or "OMP_PROC_BIND" in os.environ:
+        return []
+    allowed = sorted(os.sched_getaffinity(0))
+    if usable_cores() != len(allowed):  # a quota of processor time, on any of the cores
+        return []
+    try:
+        siblings = [
+            (topology / f"cpu{core}" / "topology" / "thread_siblings_list").read_text()
+            for core in allowed
+        ]
+    except OSError:
+        return []
+    # The first thread of each core: later entries of a dictionary replace earlier ones.
+    physical = dict(zip(reversed(siblings), reversed(allowed), strict=True))
+    cores = sorted(physical.values())
+    return cores if len(cores) == count else []
+
+
+@cache
+def _can_divide_threads() -> bool:
+    try:
+        openmp_library()
+    except Obstacle:
+        return False
+    return True
+
+
+def _use_threads(count: int) -> None:
+    """Have this thread's products run on so many threads, without a change for other threads.
+
+    `torch.set_num_threads` would be the default of every thread that begins later.
+    """
+    torch.get_num_threads()  # torch sets its own number when a thread first asks
+    setter = openmp_library().omp_set_num_threads
+    setter.argtypes = (INT,)
+    setter(count)
