@@ -12,8 +12,9 @@ are asked then, and their vectors compared with those of the library in fp32.
 The last line of the output is JSON. Exit code 1 means that the server grew by more than 16 MiB from
 the first pause to the last, or holds more files, or more threads than its pools may have, that a
 request was not answered with 200, or that a vector was wrong. `--leak BYTES` makes the server lose
-so much per request, which must be noticed. Flags that are not known here, such as --graphs, are
-passed on to `packhorse serve`.
+so much per request, which must be noticed. With `--seconds` the load pauses by time where that is
+sooner, and there is so much of it at most; that fewer requests were sent is no failure then. Flags
+that are not known here, such as --graphs, are passed on to `packhorse serve`.
 """
 
 from __future__ import annotations
@@ -144,14 +145,16 @@ class Soak:
         self.load_seconds = 0.0
         self.pauses: list[dict[str, Any]] = []
 
-    def send(self, count: int) -> None:
-        """Send until at least so many requests were answered in all."""
+    def send(self, count: int, longest: float) -> None:
+        """Send until at least so many requests were answered in all, or for so many seconds."""
         seed = 0
-        while self.answered < count:
+        until = time.monotonic() + longest
+        while self.answered < count and (left := until - time.monotonic()) > 0:
             seconds = FIRST_SECONDS
             if self.answered:
                 rate = self.answered / self.load_seconds
-                seconds = min(SLICE_SECONDS, max(0.2, (count - self.answered) / rate))
+                seconds = max(0.2, (count - self.answered) / rate)
+            seconds = min(seconds, SLICE_SECONDS, left)
             report = self.team.run(
                 LoadJob(
                     self.server.endpoint.port,
@@ -183,6 +186,7 @@ class Soak:
         processes = {name: look(pid) for name, pid in descendants(self.server.process.pid).items()}
         figures = {
             "requests": self.answered,
+            "errors": dict(self.errors),
             "memory_mib": _mib(sum(process["own"] for process in processes.values())),
             "rss_mib": _mib(sum(process["rss"] for process in processes.values())),
             "shared_mib": _mib(sum(process["shared"] for process in processes.values())),
@@ -254,6 +258,7 @@ def main() -> int:
     parser.add_argument("--fronts", type=int, help="as in packhorse serve")
     parser.add_argument("--generators", type=int, default=0, help="0: a quarter of the cores")
     parser.add_argument("--connections", type=int, default=0, help="of all generators")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of load")
     parser.add_argument("--leak", type=int, default=0, help="bytes to lose per request")
     arguments, more = parser.parse_known_args()  # the rest are flags of packhorse serve
     generators = arguments.generators or default_generators()
@@ -304,7 +309,7 @@ def main() -> int:
         server.wait()
         soak = Soak(server, team, connections, sample)
         for place_of_pause in range(1, PAUSES + 1):
-            soak.send(arguments.requests * place_of_pause // PAUSES)
+            soak.send(arguments.requests * place_of_pause // PAUSES, arguments.seconds / PAUSES)
             soak.pause(arguments.device, exact)
         server.process.terminate()
         exit_code = server.process.wait(60)

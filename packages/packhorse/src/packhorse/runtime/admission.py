@@ -51,7 +51,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent.futures import Future
 from concurrent.futures._base import (
     CANCELLED,
@@ -592,6 +592,15 @@ class Admission:
             self._room.notify_all()
             return claimed
 
+    def forget(self, requests: Sequence[QueuedRequest]) -> None:
+        """Count requests as answered, of which everything ran; their futures get results next."""
+        with self._lock:
+            for request in requests:
+                if self.unanswered.pop(request.future, None) is not None:
+                    self.unanswered_requests -= request.job.inputs
+                    # Sequences refer to their request: without this, garbage would pile up.
+                    request.sequences.clear()
+
     def all_unanswered(self) -> list[QueuedRequest]:
         """Return the requests that wait or run at this moment."""
         with self._lock:
@@ -687,6 +696,8 @@ class Admission:
 
     def _done(self, future: Future[Any]) -> None:
         """Forget a request whose future has a result or was cancelled; takes the lock itself."""
+        if future not in self.unanswered:  # `forget` was called, as for most
+            return
         with self._lock:
             request = self.unanswered.pop(future, None)
             if request is None:

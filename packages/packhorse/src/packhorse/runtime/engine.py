@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import accumulate, count
 from typing import Any, cast
 
@@ -58,6 +59,7 @@ LINGER = 0.06
 QUIET_SECONDS = 0.25
 EXIT_SECONDS = 5.0  # how long the exit of the interpreter waits for the batch that runs
 NUMBERS = count(1)
+FORKS = [0]  # between this process and the one that imported this module
 NOT_FINITE = (
     "the model's output for this request is not finite (NaN, or too large for its number format); "
     "if the text is not the cause, load the model with dtype='fp32'"
@@ -91,7 +93,8 @@ class RunnerEngine:
         self.admission = admission
         self.recorder = RunnerRecorder()
         self.name = f"runner-{next(NUMBERS)}"
-        self.pid = os.getpid()
+        count_forks()
+        self._forks = FORKS[0]
         self.running: BatchInFlight | None = None  # on an accelerator, the last batch launched
         self.finished: BatchInFlight | None = None  # is back and has no replies yet
         self.ended = threading.Event()
@@ -124,8 +127,13 @@ class RunnerEngine:
         The collector may call it in any thread at any moment: it must not wait, and
         `Admission.stop` takes only a lock that the thread may hold already.
         """
-        if self.pid == os.getpid():
+        if not self.was_forked:
             self.admission.stop("the runner was garbage-collected")
+
+    @property
+    def was_forked(self) -> bool:
+        """Whether this is a copy in a child of the process that it runs in, without its threads."""
+        return self._forks != FORKS[0]
 
     def stats(self) -> RunnerStats:
         """Return the statistics of this moment."""
@@ -186,7 +194,7 @@ class RunnerEngine:
                 self._finish(finished)
                 self.on_replied()
         self.finished = _wait_for(running) if running else None
-        if self.running and on_cpu:  # the launch has computed it
+        if on_cpu and self.running and _is_back(self.running):  # the launch has computed it
             self._finish(_wait_for(self.running))
             self.on_replied()
             self.running = None
@@ -276,11 +284,19 @@ class RunnerEngine:
                 if not isinstance(answer, BaseException)
             ]
         )
-        for request, answer in answers:
-            if isinstance(answer, BaseException):
-                self._fail(request, request_error(answer))
-            else:
-                _settle(request.future.set_result, answer)
+        # All at once, which takes the lock once. Whoever asks for the statistics when it has its
+        # answer must not be counted as running.
+        self.admission.forget([request for request, _ in answers])
+        try:
+            for request, answer in answers:
+                if isinstance(answer, BaseException):
+                    self._fail(request, request_error(answer))
+                else:
+                    _settle(request.future.set_result, answer)
+        except BaseException as error:  # nobody else knows of these any more
+            for request, _ in answers:
+                self._fail(request, RunnerStopped(f"the runner's engine died: {error!r}"))
+            raise
 
     def _fail(self, request: QueuedRequest, error: BaseException) -> None:
         if not request.future.done():
@@ -302,8 +318,19 @@ class RunnerEngine:
 
     def _at_exit(self) -> None:
         """Stop before the interpreter is torn down: a thread inside torch would then crash it."""
-        if self.pid == os.getpid():
+        if not self.was_forked:
             self.close("the interpreter exits", drain=False, timeout=EXIT_SECONDS)
+
+
+@cache
+def count_forks() -> None:
+    """Count in a child process that it is one; to ask for the process id costs a system call."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_count_fork)
+
+
+def _count_fork() -> None:
+    FORKS[0] += 1
 
 
 def _nothing() -> None:
@@ -319,6 +346,10 @@ def _wait_for(flight: BatchInFlight) -> BatchInFlight:
     if isinstance(flight.outcome, BaseException):
         return flight
     return replace(flight, outcome=_attempt(flight.outcome.wait))
+
+
+def _is_back(flight: BatchInFlight) -> bool:
+    return isinstance(flight.outcome, BaseException) or flight.outcome.is_back
 
 
 def _results(outcome: LaunchedBatch | BaseException) -> BatchResults:

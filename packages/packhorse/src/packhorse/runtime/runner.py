@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import threading
 import time
 import weakref
@@ -177,9 +176,7 @@ class PackRunner:
 
     def waiting_rate(self) -> float:
         """Return the tokens per second at which full batches run; 0 if nothing is known."""
-        tokens = self.shape.tokens
-        seconds = self._admission.pace.seconds(tokens, tokens)
-        return tokens / seconds if seconds else 0.0
+        return self._admission.pace.rate(self.shape.tokens)
 
     def measure(self, tokens: int) -> None:
         """Run a batch of about so many tokens, alone, so that the first estimates are right."""
@@ -332,11 +329,11 @@ class PackRunner:
     @property
     def alive(self) -> bool:
         """Whether requests are still admitted, if there is room."""
-        return self._admission.stopped is None and self._engine.pid == os.getpid()
+        return self._admission.stopped is None and not self._engine.was_forked
 
     def close(self, drain: bool = True) -> None:
         """Admit nothing more, answer what waits (without `drain`, fail it), end the threads."""
-        if self._engine.pid == os.getpid():
+        if not self._engine.was_forked:
             self._engine.close("the runner is closed", drain)
 
     def __enter__(self) -> PackRunner:
@@ -359,7 +356,7 @@ class PackRunner:
         return future
 
     def _check_process(self) -> None:
-        if self._engine.pid != os.getpid():
+        if self._engine.was_forked:
             raise RunnerStopped("a runner cannot be used after a fork; create one in this process")
 
 

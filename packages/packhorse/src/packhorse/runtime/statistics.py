@@ -76,6 +76,7 @@ class BatchPace:
     def __init__(self) -> None:
         self._last: dict[int, deque[float]] = {}  # seconds a token
         self._medians: dict[int, float] = {}
+        self._rates: dict[int, float] = {}  # of full batches, by their size
 
     def add(self, tokens: int, seconds: float) -> None:
         """Note that a batch of so many tokens took so long."""
@@ -86,6 +87,15 @@ class BatchPace:
         last.append(seconds / tokens)
         # Replaced at once: other threads read it.
         self._medians = {**self._medians, size: sorted(last)[len(last) // 2]}
+        self._rates = {}
+
+    def rate(self, batch_tokens: int) -> float:
+        """Return the tokens per second at which full batches run; 0 if nothing is known."""
+        rates = self._rates
+        if batch_tokens not in rates:  # once a batch: every reply of a server has it
+            seconds = self.seconds(batch_tokens, batch_tokens)
+            rates[batch_tokens] = batch_tokens / seconds if seconds else 0.0
+        return rates[batch_tokens]
 
     def seconds(self, tokens: float, batch_tokens: int) -> float:
         """Return how long so many tokens take in batches of at most `batch_tokens`; 0: unknown."""

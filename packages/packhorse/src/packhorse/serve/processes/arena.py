@@ -49,9 +49,14 @@ class Arena:
         By `memoryview`: numpy would let go of the interpreter for more than 500 numbers, and then
         wait for other threads to get it back.
         """
+        if values.dtype != np.float32 or not values.flags.c_contiguous:
+            values = np.ascontiguousarray(values, np.float32)
         if values.size:
-            data = np.ascontiguousarray(values, np.float32).data.cast("B")
-            self._memory[offset : offset + len(data)] = data
+            self._memory[offset : offset + values.nbytes] = values.data.cast("B")
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Return a copy of the bytes between two offsets."""
+        return self._memory[begin:end].tobytes()
 
     def allocate(self, size: int) -> int | None:
         """Return the offset of a new block; None if there is no room."""

@@ -23,6 +23,7 @@ from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.tasks import from_ids
 from packhorse.serve.hosting import ServedModel
 from packhorse.tokens import Tokenizer
+from packhorse.tokens.pair_template import PairTemplate
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,9 @@ class ModelDescription:
     sparse: Mapping[str, Any] | None
     multi: Mapping[str, Any] | None
     similarity: str
+    score_activation: str
+    truncate_dim: int | None
+    pair_template: Mapping[str, Any] | None
     fingerprint: Mapping[str, Any]  # its parts, with the default prompt
     shape: Mapping[str, Any]  # of a batch, fields of `PackedShape`
     max_waiting_requests: int
@@ -97,6 +101,9 @@ class ModelDescription:
             sparse_settings=None if self.sparse is None else _sparse_settings(self.sparse),
             multi_settings=None if self.multi is None else _multi_settings(self.multi),
             similarity_fn_name=self.similarity,
+            score_activation=self.score_activation,
+            truncate_dim=self.truncate_dim,
+            pair_template=None if self.pair_template is None else _template(self.pair_template),
         )
 
     def output_size(self, head: str, tokens: int, sequences: int) -> int:
@@ -149,6 +156,9 @@ def describe(model: ServedModel, place: int) -> ModelDescription:
         sparse=_described(encoder.sparse_settings),
         multi=_described(encoder.multi_settings),
         similarity=encoder.similarity_fn_name,
+        score_activation=encoder.score_activation,
+        truncate_dim=encoder.truncate_dim,
+        pair_template=None if encoder.pair_template is None else asdict(encoder.pair_template),
         fingerprint=model.fingerprint_parts.parts,
         shape=asdict(runner.shape),
         max_waiting_requests=runner.max_waiting_requests,
@@ -164,6 +174,11 @@ def _described(settings: SparseSettings | MultiSettings | None) -> dict[str, Any
     if fields.get("query_weights") is not None:
         fields["query_weights"] = fields["query_weights"].tolist()
     return fields
+
+
+def _template(fields: Mapping[str, Any]) -> PairTemplate:
+    ends = {side: tuple(fields[side]) for side in ("before", "after")}
+    return PairTemplate(**{**fields, **ends})
 
 
 def _sparse_settings(fields: Mapping[str, Any]) -> SparseSettings:

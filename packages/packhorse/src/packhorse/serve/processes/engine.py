@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
+from sys import byteorder
 from typing import Any, cast
 
 import numpy as np
@@ -231,13 +232,16 @@ def _jobs(arena: Arena, run: Run, batch_tokens: int) -> list[InferenceJob]:
     heads = _heads(run.heads)
     only = None if run.only < 0 else run.only
     # A copy: after a cancellation the front uses the block again, whatever still runs here.
-    data = arena.bytes[run.offset : run.output].copy()
-    numbers = data[: 4 * (2 * n + run.tokens)].view(np.int32)
-    ids = numbers[2 * n :]
-    rest = data[4 * (2 * n + run.tokens) :]
+    data = arena.read(run.offset, run.output)
     if n == 1:
-        sequence: Any = ReceivedSequence(ids, rest[: run.tokens], int(numbers[1]))
+        ids = np.frombuffer(data, np.int32, run.tokens, 8)
+        types = np.frombuffer(data, np.uint8, run.tokens, 8 + 4 * run.tokens)
+        number = int.from_bytes(data[4:8], byteorder, signed=True)
+        sequence: Any = ReceivedSequence(ids, types, number)
         return [InferenceJob((sequence,), heads, list, only)]
+    numbers = np.frombuffer(data, np.int32, 2 * n + run.tokens)
+    ids = numbers[2 * n :]
+    rest = np.frombuffer(data, np.uint8, offset=numbers.nbytes)
     ends = np.cumsum(numbers[:n])
     prompts = numbers[n : 2 * n].tolist()
     sequences: list[Any] = []
