@@ -70,7 +70,8 @@ def choose(
                 f"{key} {activation!r}"
             )
         return raw, Gelu()
-    gelu = _decide(raw, key, contents, requested)
+    default = str(family.defaults.get("activation", "gelu"))
+    gelu = _decide(raw, key, default, contents, requested)
     if not gelu.reason:
         # stacklevel: choose ← loading._canonical ← loading.load ← its caller
         warnings.warn(AMBIGUOUS.format(key=key), GeluWarning, stacklevel=4)
@@ -80,7 +81,9 @@ def choose(
     return raw, gelu
 
 
-def _decide(raw: Mapping[str, Any], key: str, contents: Contents, requested: str | None) -> Gelu:
+def _decide(
+    raw: Mapping[str, Any], key: str, default: str, contents: Contents, requested: str | None
+) -> Gelu:
     """The form and its reason; the reason is empty where the form is only a guess."""
     in_graph = contents.gelu
     graph = contents.graph.name if contents.graph else "its graph"
@@ -97,12 +100,13 @@ def _decide(raw: Mapping[str, Any], key: str, contents: Contents, requested: str
     if in_graph:
         return Gelu(next(iter(in_graph)), f"the nodes of {graph} compute it so")
     activation = raw.get(key)
-    form = FORMS[ACTIVATIONS[activation or "gelu"]]
+    form = FORMS[ACTIVATIONS[activation or default]]
     # transformers writes a model_type into its configurations; Google's have none.
     unambiguous = form == "tanh" or (activation and "model_type" in raw)
     if contents.format in ("tf1", "frozen") and not unambiguous:
         return Gelu(form)
-    reason = f"the configuration says {key} {activation!r}" if activation else "BERT's is"
+    unsaid = "BERT's is" if default == "gelu" else f"the family's is {default}"
+    reason = f"the configuration says {key} {activation!r}" if activation else unsaid
     return Gelu(form, reason)
 
 

@@ -1275,6 +1275,16 @@ VARIANTS = {
 # Prefixes that identify a family. ModernBERT's, `model.`, does not: any wrapper may use that word.
 PREFIXES = {family.prefix for family in FAMILIES.values()} - {MODERNBERT.prefix}
 
+# Families that people ask for and that do not run, with what they would need.
+REFUSED = {
+    "t5": "scores without a scale, a bias of distances that no position goes with, and the encoder "
+    "of a model of two halves",
+    "clip": "one of two towers, whose vector is that of the token that ends a text",
+    "longformer": "tokens that see everything beside those that see a window, chosen by the task",
+    "deberta": "queries, keys and values of one product, in which only two of them have a bias",
+    "bart": "a decoder that reads the states of the encoder",
+}
+
 ACTIVATIONS = {  # name in transformers → name here
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -1301,8 +1311,10 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     """The family that a configuration names; raises if the model cannot run here."""
     model_type = raw.get("model_type") or "bert"  # Google's configurations have none
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        reason = REFUSED.get(model_type) if isinstance(model_type, str) else None
+        reason = f": it needs {reason}" if reason else ""
         raise CheckpointError(
-            f"config: model_type {model_type!r} does not run here; those that do: "
+            f"config: model_type {model_type!r} does not run here{reason}; those that do: "
             f"{', '.join(FAMILIES)}"
         )
     positions: Any = raw.get("position_embedding_type")
