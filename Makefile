@@ -6,6 +6,7 @@
 # make wheel       the three wheels, in dist/; each extra and the documents' commands, from them
 # make docs        the documentation as a site, in site/; a broken link fails
 # make test-slow   the sweeps and soaks
+# make test-models     real weights of docs/models.md beside their libraries, those of a cache here
 # make test-machines   what depends on the machine, on machines that have less: older processors,
 #                  no compiler, folders that cannot be written, no network, half a core, a container
 # make test-outside   other projects' tests and clients; what needs a folder names a variable
@@ -57,7 +58,7 @@ PORT = -e packages/packhorse-port
 BENCH = -e packages/packhorse-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test coverage check-newest check wheel docs test-slow test-machines test-outside fuzz peers lock clean
+.PHONY: help demo test coverage check-newest check wheel docs test-slow test-models test-machines test-outside fuzz peers lock clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -83,6 +84,11 @@ test-slow: .venv/.dev
 test-outside: .venv/.dev
 	$(BIN)/python -m pytest -m outside checks/outside $(ARGS)
 
+# Real weights of docs/models.md beside their libraries: those of a cache here; --download fetches all.
+test-models: .venv/.dev
+	$(BIN)/python docs/compare_models.py $(ARGS)
+	$(BIN)/python docs/models.py docs/models.md
+
 test-machines: .venv/.dev
 	$(BIN)/python checks/machines/lanes.py $(LANES) -- $(ARGS)
 
@@ -94,7 +100,8 @@ check: .venv/.dev
 # Environments outside the clone, each with the wheel and one extra: checks/installed/conftest.py.
 wheel: .venv/.dev
 	rm -rf dist
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist packages/*
+	PACKHORSE_BUILD_KERNELS=required $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation \
+	  --wheel-dir dist packages/*
 	TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m pytest -m wheel checks/installed -rP $(ARGS)
 
 check-newest: .venv/.dev

@@ -9,14 +9,14 @@ Shapes: n tokens of one sequence, C labels, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from packhorse.errors import InputError
+from packhorse.errors import CheckpointError, InputError
 from packhorse.tokens import Encoding, Tokenizer
 
 if TYPE_CHECKING:
@@ -105,6 +105,16 @@ def classified(logits: np.ndarray, labels: Sequence[str], problem: str) -> Class
     order = [int(i) for i in np.argsort(-scores, kind="stable")]
     by_score = {labels[i]: float(scores[i]) for i in order}
     return Classified(labels[order[0]], float(scores[order[0]]), by_score)
+
+
+def activated(logits: np.ndarray, activation: str) -> list[float]:
+    """[n] logits of documents to scores, by an activation of torch's that is named."""
+    if activation not in ACTIVATIONS:
+        raise CheckpointError(
+            f"scores by {activation} are not computed here, only by {', '.join(ACTIVATIONS)}; ask "
+            "for logits (raw=True, --raw), or change activation_fn in the model's configuration"
+        )
+    return ACTIVATIONS[activation](logits).tolist()
 
 
 def sparse(weights: np.ndarray, top_k: int | None = None) -> SparseVector:
@@ -247,6 +257,62 @@ def answers(
     return result[:top_k]
 
 
+def pipeline_answers(
+    logits: Sequence[np.ndarray],
+    windows: Sequence[Encoding],
+    context: str,
+    words: np.ndarray | None,
+    cls_id: int | None,
+    top_k: int = 1,
+    longest: int = 15,
+    may_be_impossible: bool = False,
+) -> list[Answer]:
+    """The best spans as transformers' pipeline scores them (release 4, which is the last to have
+    it); logits are [n, 2] per window: start, end.
+
+    In each window the probabilities of a start and of an end are taken over the context and the
+    first token, and their product is a span's score. Each window names its best spans; those of one
+    text, whatever its case, are one answer with the sum of the scores. words: for each token of the
+    context the characters of its word, [n, 2], to which spans are widened; None: spans are tokens.
+    """
+    if top_k < 1 or longest < 1:
+        raise InputError(f"top_k is {top_k}, an answer's tokens {longest}; ask for 1 or more")
+    # Words may make one answer of several spans: so many more are looked at.
+    candidates = top_k if words is None else 2 * top_k + 10
+    null = np.inf
+    found: dict[str, Answer] = {}
+    for window_logits, window in zip(logits, windows, strict=True):
+        span = window.spans[-1]
+        counted = np.zeros(len(window), bool)
+        counted[span] = True
+        counted |= window.ids == cls_id
+        wide = np.where(counted[:, None], _rankable(window_logits), -np.inf)  # [n, 2]
+        starts, ends = softmax(wide.T)
+        null = min(null, float(starts[0] * ends[0]))
+        ends = np.pad(ends[span], (0, longest))
+        scores = starts[span][:, None] * sliding_window_view(ends, longest)[: _size(window)]
+        flat = scores.ravel()
+        order = np.argsort(-flat, kind="stable")[:candidates]
+        for index in order[flat[order] > 0].tolist():
+            first, more = divmod(index, longest)
+            if words is None:
+                offsets = window.offsets[span]
+                start, end = int(offsets[first, 0]), int(offsets[first + more, 1])
+            else:
+                start = int(words[window.start + first, 0])
+                end = int(words[window.start + first + more, 1])
+            text = context[start:end]
+            score = float(flat[index])
+            same = found.get(text.lower())
+            found[text.lower()] = (
+                Answer(text, start, end, score)
+                if same is None
+                else replace(same, score=same.score + score)
+            )
+    answers = [*found.values(), *([Answer("", 0, 0, null)] if may_be_impossible else [])]
+    return sorted(answers, key=lambda answer: -answer.score)[:top_k]
+
+
 def _rankable(logits: np.ndarray) -> np.ndarray:
     """In float64, where fp16 sums cannot overflow; masked logits and NaN are never the best."""
     wide = np.asarray(logits, dtype=np.float64)
@@ -317,21 +383,35 @@ def filled(
     tokenizer: Tokenizer,
     top_k: int = 5,
     among: Sequence[int] | None = None,
+    decoded: bool = False,
 ) -> list[list[Filled]]:
     """The most likely words for each mask of a text; logits are [masks, V].
 
-    among: the token ids to choose from; None: all.
+    among: the token ids to choose from; None: all. decoded: the text with the word in it is made of
+    all tokens, as transformers' pipeline makes it, instead of the text as it was written.
     """
     known = logits[:, : tokenizer.vocab_size]  # a padded embedding table has rows without words
-    spans = [encoding.offsets[i] for i in np.flatnonzero(encoding.ids == tokenizer.mask_id)]
+    places = np.flatnonzero(encoding.ids == tokenizer.mask_id).tolist()
     words = np.arange(known.shape[1]) if among is None else np.unique(np.asarray(among, int))
+
+    def filled_in(place: int, id: int, word: str) -> str:
+        if not decoded:
+            start, end = encoding.offsets[place].tolist()
+            return text[:start] + word + text[end:]
+        ids = encoding.ids.copy()
+        ids[place] = id
+        # With special tokens where there are several masks: the others would be left out.
+        return tokenizer.decode(ids, skip_special=len(places) == 1)
+
     return [
         [
-            Filled(word, float(scores[i]), text[:start] + word + text[end:], i)
+            Filled(word, float(scores[i]), filled_in(place, i, word), i)
             for i in words[np.argsort(-scores[words], kind="stable")[:top_k]].tolist()
-            for word in [tokenizer.decode([i])]
+            for word in [
+                tokenizer.decode([i], skip_special=False) if decoded else tokenizer.decode([i])
+            ]
         ]
-        for scores, (start, end) in zip(map(softmax, known), spans, strict=True)
+        for scores, place in zip(map(softmax, known), places, strict=True)
     ]
 
 
@@ -455,6 +535,13 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
     return np.exp(-np.logaddexp(0, -wide))
 
 
+# What a reranker may put after its logits, by the names of torch's classes.
+ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Sigmoid": sigmoid,
+    "Identity": np.asarray,
+    "Tanh": np.tanh,
+    "ReLU": lambda logits: np.maximum(logits, 0.0),
+}
 SCORES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "single_label": softmax,
     "multi_label": sigmoid,

@@ -26,8 +26,9 @@ import torch
 from torch import nn
 
 from packhorse import __version__, wire
-from packhorse.checkpoint import sentence
+from packhorse.checkpoint import retrieval, sentence
 from packhorse.checkpoint.loading import Checkpoint
+from packhorse.checkpoint.sentence import SentenceLayout
 from packhorse.device import dtype_name
 from packhorse.model.config import BertConfig
 from packhorse.model.heads import Embed
@@ -45,7 +46,7 @@ class Fingerprint:
     """What decides the vectors of a model, part by part; `str` gives the fingerprint itself."""
 
     weights: str
-    config: str  # of encoder and classifier: activation, number of heads, labels …
+    config: str  # of encoder and heads: activation, number of heads, labels, sparse outputs …
     tokenizer: str
     max_length: int  # tokens; longer texts are cut
     pooling: str  # and the modules after it, in words
@@ -108,7 +109,14 @@ def digests(checkpoint: Checkpoint) -> dict[str, str]:
     """The parts that are known only while a checkpoint is loaded: weights and configuration."""
     return {
         "weights": digest(checkpoint.report.checksums),
-        "config": digest([_settings(checkpoint.config), checkpoint.problem, checkpoint.labels]),
+        "config": digest(
+            [
+                _settings(checkpoint.config),
+                checkpoint.problem,
+                checkpoint.labels,
+                *_retrieval(checkpoint.layout),
+            ]
+        ),
     }
 
 
@@ -136,6 +144,27 @@ def _settings(config: BertConfig) -> dict[str, Any]:
         for name, value in asdict(config).items()
         if name not in TRAINING_SETTINGS and value != defaults[name]
     }
+
+
+def _retrieval(layout: SentenceLayout | None) -> list[dict[str, Any]]:
+    """The settings of sparse and multi-vector outputs; empty for models without them.
+
+    The prompts of queries and documents are among them, for these outputs take them by themselves.
+    """
+    if layout is None or not (layout.splade or layout.multi or layout.m3):
+        return []
+    settings: dict[str, Any] = {"files": list(layout.m3)}
+    if layout.splade:
+        query = layout.splade.query
+        settings["sparse"] = {
+            **asdict(layout.splade),
+            "query": query and of_files(retrieval.query_files(query)),
+        }
+    if layout.multi:
+        settings["multi"] = asdict(layout.multi)
+    prompts, _ = sentence.prompts(layout.settings)
+    settings["prompts"] = {side: prompts.get(side, "") for side in ("query", "document")}
+    return [settings]
 
 
 def _describe_pooling(head: Embed | None, truncate_dim: int | None) -> str:

@@ -47,6 +47,7 @@ PATTERNS = [
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
+    "chat_template.jinja",  # tells a reranker that was a language model
     "vocab.txt",
     "[0-9]_*/*.json",
     "[0-9]_*/*.safetensors",

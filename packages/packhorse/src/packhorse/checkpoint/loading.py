@@ -18,6 +18,7 @@ from packhorse.checkpoint import (
     configuration,
     files,
     hf,
+    judging,
     names,
     sentence,
     sources,
@@ -35,6 +36,7 @@ from packhorse.errors import CheckpointError
 from packhorse.model.config import BertConfig
 from packhorse.model.model import Model
 from packhorse.tokens import Tokenizer
+from packhorse.tokens.pair_template import PairTemplate
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +50,7 @@ class Checkpoint:
     max_length: int
     labels: tuple[str, ...] = ()
     problem: str = "single_label"  # or multi_label, regression
+    score_activation: str = "Sigmoid"  # of a reranker, as `sentence.score_activation` says
     prompts: dict[str, str] = field(default_factory=dict[str, str])
     default_prompt: str | None = None
     format: str = "safetensors"
@@ -72,6 +75,17 @@ def tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         for name in hf.TOKENIZER:
             files.inside(path, name)
     return Tokenizer.load(path, checkpoint.max_length, vocab_size=checkpoint.config.vocab_size)
+
+
+def pair_template(checkpoint: Checkpoint, tokenizer: Tokenizer) -> PairTemplate | None:
+    """The words that the model has around a pair; None if it takes pairs as they are."""
+    return judging.pair_template(
+        checkpoint.raw,
+        tokenizer,
+        checkpoint.vocabulary,
+        checkpoint.prompts,
+        checkpoint.default_prompt,
+    )
 
 
 def read(path: str | Path, *, slots: bool = False) -> Contents:
@@ -131,6 +145,11 @@ def load(
             canonical, note = adapters.merge(canonical, adapters.read(source.adapter), tied)
             notes = (*notes, note)
         vocabulary = configuration.vocabulary(source.folder, vocab)
+        judged = source.layout.judged if source.layout else None
+        if source.layout is None:
+            judged = judging.find_words(canonical.raw, vocabulary)
+        if judged is not None:
+            canonical = judging.as_classifier(canonical, judged)
         checkpoint = _without_weights(canonical, tied, source.layout, vocabulary, kernel)
         table = names.table(canonical.family, tied) | (source.layout.table if source.layout else {})
         report = building.place(
@@ -214,6 +233,7 @@ def _without_weights(
         max_length=_max_length(config, layout, vocabulary),
         labels=labels,
         problem=names.problem(canonical.raw, labels),
+        score_activation=sentence.score_activation(canonical.raw, layout, labels),
         prompts=prompts,
         default_prompt=default_prompt,
         raw=canonical.raw,

@@ -129,6 +129,13 @@ def query_weights(folder: Path, tokenizer: Tokenizer, width: int) -> np.ndarray:
     return weights
 
 
+def query_files(folder: Path) -> list[Path]:
+    """The files that `query_weights` may read."""
+    beside = folder.parent / IDF
+    inside = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [*inside, *([beside] if beside.is_file() else [])]
+
+
 def sparse_settings(
     splade: SpladeLayout | None, heads: Sequence[str], tokenizer: Tokenizer, width: int
 ) -> SparseSettings | None:

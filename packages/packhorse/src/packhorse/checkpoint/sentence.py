@@ -13,14 +13,14 @@ wrote them, which every later release reads.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from packhorse.checkpoint import files, hf, retrieval
+from packhorse.checkpoint import files, hf, judging, retrieval
 from packhorse.errors import CheckpointError
 from packhorse.json_types import is_list, is_object
 from packhorse.model.config import BertConfig
@@ -38,13 +38,15 @@ TRANSFORMER_SETTINGS = tuple(
 )
 LAYER_KINDS = ("Dense", "LayerNorm", "Dropout", "Normalize")
 SPARSE_KINDS = ("SpladePooling", "SparseStaticEmbedding")
-KINDS = ("Transformer", "Pooling", *LAYER_KINDS, *SPARSE_KINDS, "MultiVectorMask")
+KINDS = ("Transformer", "Pooling", *LAYER_KINDS, *SPARSE_KINDS, "MultiVectorMask", "LogitScore")
 OLD_KINDS = {"MLMTransformer": "Transformer"}
 PACKAGES = ("sentence_transformers", "pylate")
 # Modules of a repository's own code that do what Transformer does, and choose an adapter besides.
 OWN_TRANSFORMERS = ("custom_st.Transformer",)
 WEIGHTED = ("Dense", "LayerNorm")  # kinds of layers that have a file of weights
-ORDER = re.compile(rf"Transformer( SpladePooling| Pooling( ({'|'.join(LAYER_KINDS)}))*)?")
+ORDER = re.compile(
+    rf"Transformer( SpladePooling| LogitScore| Pooling( ({'|'.join(LAYER_KINDS)}))*)?"
+)
 MULTI_ORDER = re.compile(r"Transformer(?=.)( (Dense|LayerNorm))*( MultiVectorMask)?( Normalize)?")
 WIDTH_LIMIT = 65_536  # numbers in a vector: in_features, out_features and dimension are a file's
 INSTEAD = "encode with sentence-transformers itself, or load a model without it"
@@ -123,6 +125,7 @@ class SentenceLayout:
     splade: retrieval.SpladeLayout | None = None
     multi: retrieval.MultiLayout | None = None  # then `layers` are those of tokens
     m3: tuple[str, ...] = ()  # bge-m3's files for further heads
+    judged: judging.JudgedWords | None = None  # then the transformer is a language model
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     transformer_settings: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -158,8 +161,11 @@ def read(folder: Path) -> SentenceLayout | None:
     pooling: tuple[str, ...] = ()
     include_prompt = True
     splade = None
+    judged = None
     if kinds[-1] == "SpladePooling":
         splade = retrieval.read_splade(files.inside(folder, modules[1][1]), query)
+    elif kinds[-1] == "LogitScore":
+        judged = judging.read_words(files.inside(folder, modules[1][1]))
     elif len(modules) > 1:
         pooling, include_prompt = _read_pooling(folder, modules[1][1])
     normalize = kinds[-1] == "Normalize"
@@ -174,6 +180,7 @@ def read(folder: Path) -> SentenceLayout | None:
         layers=tuple(_read_layer(folder, kind, path) for kind, path in between),
         normalize=normalize,
         splade=splade,
+        judged=judged,
         settings=files.read_object(folder, SETTINGS, optional=True),
         transformer_settings=_transformer_settings(transformer),
     )
@@ -391,6 +398,28 @@ def comparing(layout: SentenceLayout | None) -> dict[str, Any]:
         raise CheckpointError(f"{SETTINGS}: truncate_dim is {width!r}, not a count from 1")
     options = {"similarity_fn_name": similarity, "truncate_dim": width}
     return {name: value for name, value in options.items() if value is not None}
+
+
+def score_activation(
+    raw: Mapping[str, Any], layout: SentenceLayout | None, labels: Sequence[str]
+) -> str:
+    """The class name of the activation that the model's own CrossEncoder puts after its logits.
+
+    The layout's file is asked first, then the configuration under its key of today, then under that
+    of releases before 4. As there, a class that is not torch's own is not imported: the default
+    takes its place, a sigmoid for a single score, and logits for several.
+    """
+    settings: Any = raw.get("sentence_transformers")
+    places: list[tuple[Mapping[str, Any], str]] = [
+        (layout.settings if layout else {}, "activation_fn"),
+        (settings if is_object(settings) else {}, "activation_fn"),
+        (raw, "sbert_ce_default_activation_function"),
+    ]
+    for place, key in places:
+        package, _, kind = str(place.get(key) or "").rpartition(".")
+        if package in TORCH:
+            return kind
+    return "Sigmoid" if len(labels) == 1 else "Identity"
 
 
 def embed(layout: SentenceLayout, config: BertConfig) -> Embed:

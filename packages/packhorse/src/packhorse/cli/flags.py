@@ -194,6 +194,18 @@ class RunFlags:
             "answer always does, label cuts them by default.",
         ),
     ] = None
+    truncate_dim: Annotated[
+        int | None,
+        flag(
+            group=TASK,
+            help="For embed: keep this many numbers of each vector; default those that the "
+            "model's folder names, else all.",
+        ),
+    ] = None
+    raw: Annotated[
+        bool,
+        flag(group=TASK, help="For rerank: logits, without the model's activation."),
+    ] = False
     precision: Annotated[
         Literal["float32", "int8", "uint8", "binary", "ubinary"],
         flag(
@@ -284,4 +296,5 @@ class RunFlags:
             self.calibration,
             self.stride,
             self.as_query,
+            self.raw,
         )

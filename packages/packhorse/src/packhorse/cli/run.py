@@ -102,6 +102,9 @@ def _check_flags(texts: Sequence[str], flags: RunFlags) -> None:
         and flags.task not in VECTOR_SHAPES,
         "--as-query is for the tasks sparse and multi": flags.as_query
         and flags.task not in ("sparse", "multi"),
+        "--raw is for the task rerank": flags.raw and not is_rerank,
+        "--truncate-dim is for the task embed": flags.truncate_dim is not None
+        and flags.task != "embed",
         "--stride is for the tasks label and answer": flags.stride is not None
         and flags.task not in ("label", "answer"),
         "--precision is for the task embed": is_quantized and flags.task != "embed",
@@ -170,6 +173,7 @@ def _load(flags: RunFlags, has_text: bool) -> "Encoder":
         kernel=flags.kernel,
         graphs=flags.graphs,
         invariant=flags.invariant,
+        truncate_dim=flags.truncate_dim,
         **flags.model_flags.load_options(),
     )
     facts = [describe(encoder.device), dtype_name(encoder.dtype), f"{encoder.kernel} kernel"]

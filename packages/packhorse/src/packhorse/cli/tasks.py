@@ -34,6 +34,7 @@ class TaskOptions:
     calibration: Path | None = None
     stride: int | None = None
     as_query: bool = False
+    raw: bool = False
 
     @property
     def vector_type(self) -> str:
@@ -145,7 +146,11 @@ def _classify(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions)
 def _rerank(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
     documents = [str(text) for text in texts]
     ranking = encoder.rerank(
-        options.query or "", documents, top_k=options.top_k, max_length=options.max_length
+        options.query or "",
+        documents,
+        top_k=options.top_k,
+        max_length=options.max_length,
+        raw=options.raw,
     )
     return [asdict(ranked) for ranked in ranking]
 

@@ -268,7 +268,7 @@ def _verify_vectors(
     encoder = load(model, dtype="fp32", **model_flags.load_options())
     if prompt == "":
         encoder = replace(encoder, default_prompt=None)
-    dimensions = (encoder.width, compared_vectors.shape[1])
+    dimensions = (encoder.get_embedding_dimension(), compared_vectors.shape[1])
     document = {
         "against": kind,
         "texts": len(texts),

@@ -200,9 +200,10 @@ class BertConfig:
             raise CheckpointError(
                 f"config: disentangled attention {kinds!r} has distance_span {self.distance_span}"
             )
-        if kinds and (self.rotary_base or self.distance_buckets):
+        if kinds and (self.rotary_base or self.distance_buckets or self.alibi):
             raise CheckpointError(
-                "config: disentangled attention cannot be combined with rotary positions or a bias"
+                "config: disentangled attention cannot be combined with rotary positions, ALiBi or "
+                "a bias of distances; choose one"
             )
         if self.distance_reach and self.distance_reach - 1 <= self.distance_span // 2:
             raise CheckpointError(

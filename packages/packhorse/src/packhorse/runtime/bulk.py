@@ -93,8 +93,9 @@ def embed(
         nonlocal finished, vectors
         (output,) = batch.wait().outputs  # [S, width]
         if not finished:
-            vectors = np.empty((len(texts), output.shape[1]), np.float32)
-        vectors[indices] = output.numpy()
+            width = min(output.shape[1], encoder.truncate_dim or output.shape[1])
+            vectors = np.empty((len(texts), width), np.float32)
+        vectors[indices] = output.numpy()[:, : vectors.shape[1]]
         finished += len(indices)
         if progress is not None:
             progress(finished, len(texts))

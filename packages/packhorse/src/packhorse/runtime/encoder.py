@@ -38,12 +38,13 @@ from packhorse.results import (
     SparseVector,
     csr,
 )
-from packhorse.runtime import batches, bulk, sentences, tasks
+from packhorse.runtime import batches, bulk, cores, sentences, tasks
 from packhorse.runtime.batches import LaunchedBatch
 from packhorse.runtime.precision import Precision, check_precision, quantize
-from packhorse.runtime.tasks import InferenceJob, Long, Row, TaskInput
+from packhorse.runtime.tasks import InferenceJob, Long, Row, Scoring, TaskInput
 from packhorse.runtime.tasks import Progress as Progress
 from packhorse.runtime.tasks import TruncationWarning as TruncationWarning
+from packhorse.tokens.pair_template import PairTemplate
 from packhorse.tokens.tokenizer import Encoding, Text, Tokenizer
 
 if TYPE_CHECKING:
@@ -92,11 +93,14 @@ class Encoder:
     reason: str  # why this device, dtype and kernel were chosen
     capacity: int = 0  # tokens per row, for kernels that need rows
     budget: int = 4096  # tokens per batch
+    side_by_side: bool = False  # groups of cores may run parts of a batch (`runtime.cores`)
     embedder: Embed | None = None  # the head that makes vectors; None: the graph does
     sparse_settings: SparseSettings | None = None
     multi_settings: MultiSettings | None = None
     similarity_fn_name: str = "cosine"
-    truncate_dim: int | None = None  # `encode` cuts vectors to this many numbers
+    truncate_dim: int | None = None  # vectors are cut to this many numbers
+    score_activation: str = "Sigmoid"  # what `rerank` puts after its logits, a class of torch
+    pair_template: PairTemplate | None = None  # what a reranker has around a pair
     # Of weights and configuration; empty if the encoder was not opened by `load`.
     digests: dict[str, str] = field(default_factory=dict[str, str], repr=False)
     # The same model with adapters in it, by name; see `adapted`.
@@ -205,7 +209,9 @@ class Encoder:
         `runtime.tasks`). Vectors are normalized if the model does that, unless `normalize` is set.
         `normalise` is its old name. `precision` and `ranges` are those of `runtime.quantize`. With
         `late_chunking` the texts are chunks of one text, which the model reads as a whole, so that
-        each vector knows its neighbors; together they must fit the model's length.
+        each vector knows its neighbors; together they must fit the model's length. A model with
+        `truncate_dim` cuts its vectors as sentence-transformers does: after the model's own
+        normalization, and before that of `normalize=True`.
         """
         check_precision(precision)
         texts = as_texts(texts)
@@ -232,7 +238,7 @@ class Encoder:
         )
         rows = self._finish(jobs, progress)
         if not rows:
-            vectors = np.empty((0, self.width), np.float32)
+            vectors = np.empty((0, sentences.embedding_dimension(self)), np.float32)
         else:
             vectors = rows[0] if late_chunking else np.stack(rows)
         return vectors if precision == "float32" else quantize(vectors, precision, ranges)
@@ -344,7 +350,8 @@ class Encoder:
         found: dict[str, Any] = {}
         for name, answers in self._finish_together(jobs, progress).items():
             if name == "embed":
-                answers = np.stack(answers) if answers else np.empty((0, self.width), np.float32)
+                width = sentences.embedding_dimension(self)
+                answers = np.stack(answers) if answers else np.empty((0, width), np.float32)
             elif name == "sparse":
                 answers = csr(answers, self.sparse_settings.width if self.sparse_settings else 0)
             found[name] = answers
@@ -375,11 +382,22 @@ class Encoder:
         top_k: int | None = None,
         max_length: int | None = None,
         long: Long | None = None,
+        raw: bool = False,
         progress: Progress | None = None,
     ) -> list[Ranked]:
-        """Return the documents by how well they answer the query, best first; scores are logits."""
+        """Return the documents by how well they answer the query, best first.
+
+        Scores are those of sentence-transformers' CrossEncoder: logits after the activation that
+        the model's folder names, by default a sigmoid. With `raw` they are the logits.
+        """
         jobs = self.prepare(
-            "rerank", [query], documents=documents, top_k=top_k, max_length=max_length, long=long
+            "rerank",
+            [query],
+            documents=documents,
+            top_k=top_k,
+            max_length=max_length,
+            long=long,
+            raw=raw,
         )
         return self._finish(jobs, progress)[0]
 
@@ -392,13 +410,18 @@ class Encoder:
         stride: int | None = None,
         max_answer_tokens: int = 30,
         no_answer: float | None = None,
+        scoring: Scoring = "joint",
+        align_to_words: bool = True,
         progress: Progress | None = None,
     ) -> list[list[Answer]]:
         """Return the best spans for each (question, context), of at most `max_answer_tokens`.
 
         Long contexts are read in windows that share `stride` tokens, by default a quarter. An empty
         answer comes first where "no answer" scores higher than the best span by more than
-        `no_answer`; by default there is always an answer.
+        `no_answer`; by default there is always an answer. `scoring="pipeline"` gives the spans and
+        scores of transformers' pipeline, which has other defaults (max_length=384, stride=128,
+        max_answer_tokens=15): each window scores by itself, spans are widened to whole words unless
+        `align_to_words` is false, and any `no_answer` makes "no answer" one of the candidates.
         """
         jobs = self.prepare(
             "answer",
@@ -408,6 +431,8 @@ class Encoder:
             stride=stride,
             max_answer_tokens=max_answer_tokens,
             no_answer=no_answer,
+            scoring=scoring,
+            align_to_words=align_to_words,
         )
         return self._finish(jobs, progress)
 
@@ -419,11 +444,22 @@ class Encoder:
         max_length: int | None = None,
         long: Long | None = None,
         targets: Sequence[str] | None = None,
+        decoded: bool = False,
         progress: Progress | None = None,
     ) -> list[list[list[Filled]]]:
-        """Return the likeliest words for each mask of each text, of all words or of `targets`."""
+        """Return the likeliest words for each mask of each text, of all words or of `targets`.
+
+        With `decoded` a text with a word in it is decoded from its tokens, as in transformers'
+        pipeline, which loses capitals and blanks; by default it is the text as it was written.
+        """
         jobs = self.prepare(
-            "fill", texts, top_k=top_k, max_length=max_length, long=long, targets=targets
+            "fill",
+            texts,
+            top_k=top_k,
+            max_length=max_length,
+            long=long,
+            targets=targets,
+            decoded=decoded,
         )
         return self._finish(jobs, progress)
 
@@ -469,10 +505,14 @@ class Encoder:
     def launch(
         self, packed: Packed, heads: tuple[str, ...], only: int | None = None
     ) -> LaunchedBatch:
-        """Hand a batch to the device; an accelerator computes while the caller goes on.
+        """Hand a batch to the device; an accelerator computes while the caller goes on, and so do
+        groups of cores.
 
         With `only`, per-token heads run on the tokens with this id alone.
         """
+        if self.side_by_side and (parts := cores.launch(self.backend, packed, heads, only)):
+            indices = None if only is None else (packed.ids == only).nonzero().flatten()
+            return LaunchedBatch(packed, heads, (), indices, parts=parts)
         if only is None:
             outputs = self.backend(packed, heads, None)
             return LaunchedBatch(packed, heads, outputs, None).copy_to_host()

@@ -22,9 +22,11 @@ from packhorse import device as devices
 from packhorse.attention.hidden_keys import HiddenKeys
 from packhorse.checkpoint import Checkpoint, fingerprint, retrieval, sentence
 from packhorse.checkpoint.configuration import ConfigInput
+from packhorse.checkpoint.loading import pair_template
 from packhorse.errors import InputError, KernelError
 from packhorse.model.heads import Embed
 from packhorse.model.retrieval import MultiVector
+from packhorse.runtime import cores
 from packhorse.runtime import invariant as shapes
 from packhorse.runtime.backend import Graphs, TorchBackend
 from packhorse.runtime.encoder import TOKENS_PER_BATCH, Encoder
@@ -56,6 +58,7 @@ def load(
     ignore: Sequence[str] = (),
     adapter: str | Path | None = None,
     adapters: Mapping[str, str | Path] | None = None,
+    truncate_dim: int | None = None,
 ) -> Encoder:
     """Return an `Encoder` over `model`: a folder, a weights file, a TensorFlow prefix or a hub id.
 
@@ -73,13 +76,16 @@ def load(
     in the file that are not part of the model. adapter: a LoRA folder in PEFT's layout or its hub
     id, merged into the weights; or the name of an adapter that the model's own file has (Jina's
     embeddings v3). adapters: several, by name, each opened beside the model; see
-    `Encoder.adapted`.
+    `Encoder.adapted`. truncate_dim: keep so many numbers of each vector, as models do that were
+    trained for it (Matryoshka); by default those that the model's folder names, else all.
 
     Sets the environment variables `LRU_CACHE_CAPACITY` and `ONEDNN_PRIMITIVE_CACHE_CAPACITY`,
     unless they are set, so that torch caches few prepared matrix products.
     """
     for name, capacity in PREPARED.items():
         os.environ.setdefault(name, capacity)
+    if truncate_dim is not None and truncate_dim < 1:
+        raise InputError(f"truncate_dim is {truncate_dim}; a vector has at least 1 number")
     if budget is not None and budget < 1:
         raise InputError(f"budget is {budget} tokens per batch; it must be at least 1")
     if invariant:
@@ -99,6 +105,7 @@ def load(
             heads=heads,
             gelu=gelu,
             ignore=ignore,
+            truncate_dim=truncate_dim,
         )
         opened = {name: one(adapter=folder) for name, folder in adapters.items()}
         return replace(one(adapter=adapter), adapters=opened)
@@ -114,7 +121,7 @@ def load(
                 f"{path} is a packed ONNX graph, whose weights take no adapter; merge it first: "
                 "packhorse convert BASE FOLDER --adapter ADAPTER"
             )
-        return open_packed(path, device, config, vocab, budget)
+        return shortened(open_packed(path, device, config, vocab, budget), truncate_dim)
     load_checkpoint = partial(
         checkpoint.load,
         model,
@@ -126,12 +133,28 @@ def load(
         adapter=adapter,
     )
     if dtype == "auto":
-        return _fastest(load_checkpoint, chosen_device, kernel, graphs, budget)
+        fastest = _fastest(load_checkpoint, chosen_device, kernel, graphs, budget)
+        return shortened(fastest, truncate_dim)
     if dtype is None:
         chosen_dtype = devices.default_dtype(chosen_device)
     else:
         chosen_dtype = devices.parse_dtype(dtype)
-    return _open(load_checkpoint, chosen_device, chosen_dtype, kernel, graphs, budget, invariant)
+    encoder = _open(load_checkpoint, chosen_device, chosen_dtype, kernel, graphs, budget, invariant)
+    return shortened(encoder, truncate_dim)
+
+
+def shortened(encoder: Encoder, truncate_dim: int | None) -> Encoder:
+    """Return an encoder whose vectors have so many numbers; None: as the model's folder says."""
+    if truncate_dim is None:
+        return encoder
+    if not encoder.width:
+        raise InputError(f"{encoder.name} makes no vectors; leave out truncate_dim")
+    if truncate_dim > encoder.width:
+        raise InputError(
+            f"truncate_dim is {truncate_dim}; vectors of {encoder.name} have {encoder.width} "
+            "numbers; pass at most as many"
+        )
+    return replace(encoder, truncate_dim=truncate_dim)
 
 
 def _open(
@@ -148,7 +171,10 @@ def _open(
     pick(device, dtype, name=kernel)
     loaded = load(device=device, dtype=dtype)
     choice = pick(device, dtype, name=kernel, **loaded.config.needs)
+    side_by_side = device.type == "cpu" and not graphs and not invariant
     tokens = budget or TOKENS_PER_BATCH.get(device.type, 16384)
+    if side_by_side and not budget:
+        tokens = cores.default_budget(tokens)
     fixed = shapes.largest(tokens, loaded.max_length) if invariant else 0
     tokenizer = checkpoint.tokenizer(loaded)
     layout = loaded.layout
@@ -174,6 +200,8 @@ def _open(
         width=head.width(loaded.config.hidden_size) if isinstance(head, Embed) else 0,
         labels=loaded.labels,
         problem=loaded.problem,
+        score_activation=loaded.score_activation,
+        pair_template=pair_template(loaded, tokenizer),
         prompts=loaded.prompts,
         default_prompt=loaded.default_prompt,
         max_length=loaded.max_length,
@@ -183,6 +211,7 @@ def _open(
         reason=choice.reason,
         capacity=loaded.max_length if choice.kernel.serves.rows else 0,
         budget=tokens,
+        side_by_side=side_by_side,
         embedder=head if isinstance(head, Embed) else None,
         sparse_settings=sparse,
         multi_settings=multi,

@@ -60,6 +60,7 @@ def open_packed(
         width=width,
         labels=labels,
         problem=problem,
+        score_activation=sentence.score_activation(raw, layout, labels),
         prompts=prompts,
         default_prompt=default_prompt,
         max_length=_max_length(backend, layout),

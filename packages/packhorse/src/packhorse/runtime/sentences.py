@@ -126,7 +126,8 @@ def encode(
             outputs = model.hidden(texts, **options)
             states = [torch.from_numpy(output.states).to(self.device) for output in outputs]
             return states[0] if single else states
-        vectors = np.ascontiguousarray(model.embed(texts, **options)[:, :width])
+        whole = replace(model, truncate_dim=None)
+        vectors = np.ascontiguousarray(whole.embed(texts, **options)[:, :width])
     if normalize_embeddings:
         vectors = normalize(torch.from_numpy(vectors), dim=1).numpy()
     if precision != "float32":

@@ -45,6 +45,7 @@ from packhorse.results import (
     Ranked,
     SparseVector,
 )
+from packhorse.tokens.pair_template import PairTemplate
 from packhorse.tokens.tokenizer import Encoding, OnLong, Text, Tokenizer
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 TaskInput = Text | Encoding | Sequence[int] | np.ndarray  # a text, a pair, or token ids
 Row = tuple[np.ndarray, ...]  # the outputs for one sequence, one array per head
 Progress = Callable[[int, int], None]  # called with the sequences done, and all sequences
+Scoring = Literal["joint", "pipeline"]  # of answers; see `results`
 Long = Literal["truncate", "truncate_left", "error", "chunk"]
 UNIT_NORM_TOLERANCE = 1e-3  # how far the norm of a normalized vector may be from 1
 COMPACT = np.dtype([("index", np.int32), ("weight", np.float32)])  # of a word with a weight
@@ -77,6 +79,12 @@ class TaskModel(Protocol):
     def labels(self) -> tuple[str, ...]: ...
     @property
     def problem(self) -> str: ...
+    @property
+    def score_activation(self) -> str: ...
+    @property
+    def truncate_dim(self) -> int | None: ...
+    @property
+    def pair_template(self) -> PairTemplate | None: ...
     @property
     def prompts(self) -> Mapping[str, str]: ...
     @property
@@ -178,6 +186,9 @@ def _sequences(
     if long not in (None, *get_args(Long)):
         raise InputError(f"long is {long!r}; use one of {', '.join(get_args(Long))}")
     tokenize = _chunks if long == "chunk" else partial(_whole, on_long=long or "truncate")
+    has_pairs = not isinstance(texts, str) and not all(isinstance(text, str) for text in texts)
+    if long != "chunk" and has_pairs and model.pair_template is not None:
+        tokenize = partial(_templated, template=model.pair_template, on_long=long or "truncate")
     if isinstance(texts, str) or not any(map(is_ids, texts)):
         encoded = tokenize(model.tokenizer, cast("Sequence[Text]", texts), limit)
     else:
@@ -205,6 +216,22 @@ def _whole(
     tokenizer: Tokenizer, texts: Sequence[Text], limit: int, on_long: OnLong
 ) -> list[tuple[Encoding, ...]]:
     return [(encoding,) for encoding in tokenizer.encode(texts, limit, on_long)]
+
+
+def _templated(
+    tokenizer: Tokenizer,
+    texts: Sequence[Text],
+    limit: int,
+    template: PairTemplate,
+    on_long: OnLong,
+) -> list[tuple[Encoding, ...]]:
+    """Pairs within the model's words for them; single texts as they are."""
+    pairs = [text for text in texts if not isinstance(text, str)]
+    framed = iter(template.encode(tokenizer, pairs, limit, on_long) if pairs else ())
+    return [
+        _whole(tokenizer, [text], limit, on_long)[0] if isinstance(text, str) else (next(framed),)
+        for text in texts
+    ]
 
 
 def _chunks(tokenizer: Tokenizer, texts: Sequence[Text], limit: int) -> list[tuple[Encoding, ...]]:
@@ -284,7 +311,7 @@ def _embed(
     if excluded := excluded_tokens(model, prefix, length_limit(model, max_length)):
         encoded = [_without_prompt(sequences, excluded, long) for sequences in encoded]
     return [
-        InferenceJob(sequences, heads, partial(_vector, sequences, normalize))
+        InferenceJob(sequences, heads, partial(_vector, sequences, normalize, model.truncate_dim))
         for sequences in encoded
     ]
 
@@ -340,9 +367,11 @@ def _embed_late(
             [states[chunk_of_token == chunk].mean(axis=0) for chunk in range(len(texts))]
         )
         if not (head.normalize if normalize is None else normalize):
-            return vectors
+            return vectors[:, : model.truncate_dim]
+        if normalize:  # a model's own normalization comes before the cut
+            vectors = vectors[:, : model.truncate_dim]
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-        return vectors / np.maximum(norms, np.finfo(np.float32).tiny)
+        return (vectors / np.maximum(norms, np.finfo(np.float32).tiny))[:, : model.truncate_dim]
 
     return [InferenceJob((sequence,), ("hidden",), average)]
 
@@ -383,13 +412,19 @@ def _without_prompt(
 
 
 def _vector(
-    sequences: Sequence[Encoding], normalize: bool | None, rows: Sequence[Row]
+    sequences: Sequence[Encoding],
+    normalize: bool | None,
+    width: int | None,
+    rows: Sequence[Row],
 ) -> np.ndarray:
+    """The vector of a text; `width`: the numbers that are kept of it, None: all."""
     vector = _average(rows, sequences)
     if normalize is None and len(rows) > 1:
         # An average of unit vectors is shorter than 1: normalize it if those of the chunks are.
         norms = [np.linalg.norm(row[0]) for row in rows]
-        normalize = np.allclose(norms, 1, atol=UNIT_NORM_TOLERANCE)
+        if np.allclose(norms, 1, atol=UNIT_NORM_TOLERANCE):
+            vector = normalized(vector)
+    vector = vector[:width]
     return normalized(vector) if normalize else vector
 
 
@@ -663,6 +698,7 @@ def _rerank(
     top_k: int | None = None,
     max_length: int | None = None,
     long: Long | None = None,
+    raw: bool = False,
 ) -> list[InferenceJob]:
     if long == "chunk":
         raise InputError(
@@ -688,7 +724,13 @@ def _rerank(
     sequences = iter([sequence for (sequence,) in _sequences(model, pairs, max_length, long)])
 
     def ranked(rows: Sequence[Row]) -> list[Ranked]:
-        return results.ranked(np.array([row[0] for (row,) in rows]), documents, top_k)
+        logits = np.array([row[0] for (row,) in rows], np.float64)
+        ranking = results.ranked(logits, documents, top_k)
+        if raw:
+            return ranking
+        kept = logits[[document.index for document in ranking]]
+        scores = results.activated(kept, model.score_activation)
+        return [replace(rank, score=score) for rank, score in zip(ranking, scores, strict=True)]
 
     return [
         InferenceJob(tuple(islice(sequences, len(documents))), ("classify",), ranked)
@@ -704,10 +746,27 @@ def _answer(
     stride: int | None = None,
     max_answer_tokens: int = 30,
     no_answer: float | None = None,
+    scoring: Scoring = "joint",
+    align_to_words: bool = True,
 ) -> list[InferenceJob]:
+    if scoring not in get_args(Scoring):
+        raise InputError(f"scoring is {scoring!r}; use one of {', '.join(get_args(Scoring))}")
+
     def job(windows: Sequence[Encoding], context: str) -> InferenceJob:
         def best(rows: Sequence[Row]) -> list[Answer]:
             logits = [row for (row,) in rows]
+            if scoring == "pipeline":
+                tokenizer = model.tokenizer
+                return results.pipeline_answers(
+                    logits,
+                    windows,
+                    context,
+                    tokenizer.word_spans(context) if align_to_words else None,
+                    tokenizer.cls_id,
+                    top_k,
+                    max_answer_tokens,
+                    no_answer is not None,
+                )
             return results.answers(logits, windows, context, top_k, max_answer_tokens, no_answer)
 
         return InferenceJob(tuple(windows), ("span",), best)
@@ -724,6 +783,7 @@ def _fill(
     max_length: int | None = None,
     long: Long | None = None,
     targets: Sequence[str] | None = None,
+    decoded: bool = False,
 ) -> list[InferenceJob]:
     tokenizer = model.tokenizer
     among = None if targets is None else _first_tokens(tokenizer, targets)
@@ -732,7 +792,7 @@ def _fill(
         def words(rows: Sequence[Row]) -> list[list[Filled]]:
             masks: list[list[Filled]] = []
             for (logits,), sequence in zip(rows, sequences, strict=True):
-                masks += results.filled(logits, sequence, text, tokenizer, top_k, among)
+                masks += results.filled(logits, sequence, text, tokenizer, top_k, among, decoded)
             return masks
 
         # The vocabulary is wide: logits are computed for the mask tokens alone.
@@ -748,11 +808,17 @@ def _fill(
 
 
 def _first_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
-    """Return each word's token, or the first of those it is split into."""
+    """Return each word's token, or the first of those it is split into.
+
+    A word that is spelled like a token of the vocabulary (`##ing`) is that token.
+    """
     if not words:
         raise InputError("targets is empty; name at least one word, or leave it out")
     tokens: list[int] = []
     for encoding, word in zip(tokenizer.encode(words), words, strict=True):
+        if (known := tokenizer.find(word)) is not None:
+            tokens.append(known)
+            continue
         ids = encoding.ids[encoding.spans[0]]
         if not len(ids):
             raise InputError(f"{word!r} has no token that could fill a mask")

@@ -135,7 +135,7 @@ def describe(model: ServedModel) -> dict[str, Any]:
         "name": model.name,
         "source": model.source,
         "tasks": list(model.tasks),
-        "width": encoder.width,
+        "width": encoder.get_embedding_dimension(),
         "max_input_length": encoder.max_length,
         "device": str(encoder.device),
         "dtype": str(encoder.dtype).removeprefix("torch."),

@@ -29,7 +29,7 @@ from packhorse.checkpoint.fingerprint import Fingerprint
 from packhorse.errors import CheckpointError, InputError, Overloaded, RunnerStopped
 from packhorse.runtime.backend import TorchBackend
 from packhorse.runtime.encoder import Encoder
-from packhorse.runtime.loading import load
+from packhorse.runtime.loading import load, shortened
 from packhorse.runtime.runner import PackRunner
 from packhorse.runtime.tasks import TASKS
 from packhorse.serve.failures import UnknownModel
@@ -411,6 +411,8 @@ def _open(entry: str, settings: ServeSettings, adapter: str | None = None) -> Se
         ignore=settings.ignore,
         adapter=adapter,
     )
+    if settings.truncate_dim and encoder.width:  # other models make no vectors
+        encoder = shortened(encoder, settings.truncate_dim)
     model = replace(serve_model(encoder, settings, name, source), adapter=adapter)
     model.runner.run([_probe_input()], "hidden")
     with suppress(torch.OutOfMemoryError):  # requests may be smaller

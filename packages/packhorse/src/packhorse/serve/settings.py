@@ -84,6 +84,11 @@ class ServeSettings:
         "Ranges for int8 and uint8 vectors: FILE.npy, or NAME=FILE.npy for one of several models; "
         "may be repeated.",
     )
+    truncate_dim: int = setting(
+        0,
+        MODELS,
+        "Keep this many numbers of each vector; 0: those that the model's folder names, else all.",
+    )
     devices: tuple[str, ...] = setting(
         (), MODELS, "Devices with an engine process each, such as cuda:0; may be repeated."
     )

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 KNOWN_REGEXES = (
     " {2,}",  # ALBERT, CamemBERT, DeBERTa-v3, XLM-R, T5
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
+    *(
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        for numbers in (r"\p{N}", r"\p{N}{1,3}")  # Qwen 2 and 3; Llama 3, EuroBERT
+    ),
 )
 # By the role of a special token: its usual spellings, BERT's first.
 SPELLINGS = {

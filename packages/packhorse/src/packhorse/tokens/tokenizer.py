@@ -319,10 +319,34 @@ class Tokenizer:
 
     def id(self, token: str) -> int:
         """The id of this token, spelled as in the vocabulary (`##ing`, `Ġthe`)."""
-        id = None if SURROGATE.search(token) else self._library.token_to_id(token)
+        id = self.find(token)
         if id is None:
             raise InputError(f"{token!r} is not a token of this vocabulary")
         return id
+
+    def find(self, token: str) -> int | None:
+        """The id of this token, spelled as in the vocabulary; None if there is none."""
+        return None if SURROGATE.search(token) else self._library.token_to_id(token)
+
+    def word_spans(self, text: str) -> np.ndarray:
+        """Return for each token of a text the characters of the word it belongs to, [n, 2].
+
+        Words are those of the library's pre-tokenizer. A token of no word keeps its own characters.
+        """
+        (encoding,) = self._call([text], [0])
+        spans = np.array(encoding.offsets, np.int32).reshape(-1, 2)
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        words: list[int | None] = encoding.word_ids
+        for i, word in enumerate(words):
+            if word is not None:
+                first.setdefault(word, i)
+                last[word] = i
+        widened = spans.copy()
+        for i, word in enumerate(words):
+            if word is not None:
+                widened[i] = spans[first[word], 0], spans[last[word], 1]
+        return widened
 
     def continues_word(self, encoding: Encoding, text: str) -> np.ndarray:
         """Return for each token of a text whether it continues the word of the token before it.

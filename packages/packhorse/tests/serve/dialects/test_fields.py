@@ -403,7 +403,7 @@ def test_truncation_in_every_dialect_of_openai(http, server) -> None:
 
 
 def test_honored_by_the_rankings(http, server) -> None:
-    expected = server.encoder("ranker").rerank(RANKED["query"], RANKED["documents"])
+    expected = server.encoder("ranker").rerank(RANKED["query"], RANKED["documents"], raw=True)
     logits = [ranked.score for ranked in expected]
     order = [ranked.index for ranked in expected]
     for path in ("/v1/rerank", "/v2/rerank"):

@@ -18,7 +18,7 @@ def close(values: object, expected: object) -> bool:
 @pytest.fixture
 def expected(server) -> list:
     """The documents as the encoder ranks them, by logits."""
-    return server.encoder("ranker").rerank(QUERY, DOCUMENTS)
+    return server.encoder("ranker").rerank(QUERY, DOCUMENTS, raw=True)
 
 
 def test_rerank_as_vllm(post, expected):
@@ -90,7 +90,7 @@ def test_infinity_truncates_and_vllm_refuses(post, server):
     ranked = {"query": "who", "documents": [long]}
     assert post("/rerank", ranked)[0] == post("/classify", {"input": long})[0] == 413
     (row,) = post("/rerank", ranked | {"raw_scores": True})[1]["results"]
-    (rank,) = server.encoder("ranker").rerank("who", [long], long="truncate")
+    (rank,) = server.encoder("ranker").rerank("who", [long], long="truncate", raw=True)
     assert close(row["relevance_score"], rank.score)
     assert post("/classify", {"input": [long], "raw_scores": False})[0] == 200
 

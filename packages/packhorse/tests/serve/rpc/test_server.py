@@ -205,7 +205,7 @@ def test_predictions_are_those_of_the_library(rpc) -> None:
 
 
 def test_rankings_are_those_of_the_library(rpc) -> None:
-    expected = encoder(rpc, "ranker").rerank("who saw", TEXTS)
+    expected = encoder(rpc, "ranker").rerank("who saw", TEXTS, raw=True)
     logits = [rank.score for rank in expected]
     whole = rpc.client.ask("Rerank/Rerank", query="who saw", texts=TEXTS, return_text=True)
     parts = rpc.client.stream(

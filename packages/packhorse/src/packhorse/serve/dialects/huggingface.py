@@ -122,6 +122,10 @@ TASK_OF_OPTION["prompt_name"] = "feature-extraction"  # sentence-similarity is k
 PROBLEMS = {"sigmoid": "multi_label", "softmax": "single_label", "none": "raw"}
 NO_ANSWER = {"answer": "", "start": 0, "end": 0, "score": 0.0}
 MAX_ANSWERS = 100
+PIPELINE_WINDOW = (
+    384  # tokens, and those that windows share: the defaults of transformers' pipeline
+)
+PIPELINE_STRIDE = 128
 
 
 # Request bodies --------------------------------------------------------------------------------
@@ -150,7 +154,7 @@ class InferenceOptions(LenientBody):
         default=None, description="Numbers are always written as JSON."
     )
     # question-answering
-    align_to_words: Annotated[bool | None, only(False, instead="spans are whole tokens")] = None
+    align_to_words: bool | None = None
     doc_stride: int | None = Field(default=None, ge=0, le=2**20)
     handle_impossible_answer: bool | None = None
     max_answer_len: int | None = Field(default=None, ge=1, le=256)
@@ -436,12 +440,15 @@ async def _answer(request: Request, model: ServedModel, body: InferenceRequest) 
         request,
         model,
         [(item.question, item.context) for item in questions],
-        window=body.option("max_seq_len"),
+        window=body.option("max_seq_len") or PIPELINE_WINDOW,
         stride=body.option("doc_stride"),
+        default_stride=PIPELINE_STRIDE,
         max_question_tokens=body.option("max_question_len"),
         top_k=top,
-        max_answer_tokens=body.option("max_answer_len") or 30,
+        max_answer_tokens=body.option("max_answer_len") or 15,
         no_answer=0.0 if body.option("handle_impossible_answer") else None,
+        scoring="pipeline",
+        align_to_words=body.option("align_to_words") is not False,
     )
     rows: list[Any] = [
         [{"answer": a.text, "start": a.start, "end": a.end, "score": a.score} for a in answers]
@@ -455,6 +462,7 @@ async def _answer(request: Request, model: ServedModel, body: InferenceRequest) 
 async def _fill(request: Request, model: ServedModel, body: InferenceRequest) -> Any:
     texts, is_single = _texts(body)
     options = {"top_k": body.option("top_k") or 5, "targets": body.option("targets")}
+    options["decoded"] = True
     result = await run_task(request, model, "fill", texts, _truncation(body), **options)
     rows = []
     for masks in result.values:

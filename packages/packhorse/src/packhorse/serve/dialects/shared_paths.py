@@ -225,8 +225,10 @@ async def _rerank_documents(
         raise Empty("the request has no input")
     model, task = vllm.find_scorer(models, body.model)
     queries = [body.query] * len(documents)
-    raw = bool(body.raw_scores)
-    result = await vllm.score_pairs(request, model, task, queries, documents, body, raw)
+    activation = None
+    if body.is_infinity:  # which does not read the model's own
+        activation = "Identity" if body.raw_scores else "Sigmoid"
+    result = await vllm.score_pairs(request, model, task, queries, documents, body, activation)
     order = np.argsort(-np.array(result.values), kind="stable")[: body.top_n or None]
     returned = body.return_documents
     if returned is None:

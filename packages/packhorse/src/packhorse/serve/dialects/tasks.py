@@ -105,7 +105,7 @@ async def embed(
     Shortened vectors are scaled to length one again, unless `normalize` is False. With
     `late_chunking` the texts are read as one; see `runtime.tasks`.
     """
-    width = model.encoder.width
+    width = model.encoder.get_embedding_dimension()
     if dimensions is not None and dimensions > width:
         raise InputError(
             f"dimensions is {dimensions}; vectors of {model.name} have {width} dimensions"
@@ -149,8 +149,9 @@ async def rerank(
     """Rank the documents by the query, best first.
 
     Each pair of query and document is an input of its own and is packed with those of other
-    requests. Scores are logits with `raw`, otherwise between 0 and 1; of a multi-vector model they
-    are those of MaxSim, which has no such range.
+    requests. Scores are logits with `raw`, otherwise between 0 and 1, as the servers promise whose
+    routes these are, whatever the model's own activation; of a multi-vector model they are those of
+    MaxSim, which has no such range.
     """
     if "classify" not in model.encoder.heads:
         result = await run_task(
@@ -197,22 +198,25 @@ async def answer(
     *,
     window: int | None = None,
     stride: int | None = None,
+    default_stride: int | None = None,
     max_question_tokens: int | None = None,
     **options: Any,
 ) -> CallResult:
     """Find the best spans for each (question, context); a long context is read in windows.
 
     The number of windows is bounded by bounding what they repeat: a question may take at most half
-    of a window, and neighboring windows may share at most half of the rest. Otherwise a long
-    context would be read hundreds of times. A question with more than `max_question_tokens` tokens
-    of its own is refused as well.
+    of a window, and neighboring windows may share at most a third of one. Otherwise a long context
+    would be read hundreds of times. `default_stride` is shortened to that. A question with more
+    than `max_question_tokens` tokens of its own is refused as well.
     """
     max_length = model.encoder.max_length
     length = max_length
     if window is not None:
         length = max(min(window, max_length), min(MIN_WINDOW, max_length))
     half = length // 2
-    max_stride = half // 2
+    max_stride = length // 3
+    if stride is None and default_stride is not None:
+        stride = min(default_stride, max_stride)
     if stride is not None and stride > max_stride:
         raise InputError(f"stride is {stride}; windows of {length} tokens can share {max_stride}")
     limit = half

@@ -27,7 +27,7 @@ from starlette.responses import Response
 
 from packhorse import __version__
 from packhorse.errors import InputError
-from packhorse.results import sigmoid, softmax
+from packhorse.results import activated, softmax
 from packhorse.runtime.tasks import TaskInput
 from packhorse.serve.calls import CallResult, check_inputs, json_response
 from packhorse.serve.dialects.cohere import shorten
@@ -426,9 +426,13 @@ async def score_pairs(
     first: Sequence[str],
     second: Sequence[str],
     body: ScoringBody,
-    raw: bool = False,
+    activation: str | None = None,
 ) -> CallResult:
-    """Return the score of each pair; with `raw` a cross-encoder's logit."""
+    """Return the score of each pair.
+
+    activation: what a cross-encoder's logits go through, see `results.activated`; None: what the
+    model's own configuration says, as in vLLM.
+    """
     texts = await _shortened(request, model, first, body.max_tokens_per_query)
     others = await _shortened(request, model, second, body.max_tokens_per_doc)
     options = {"max_length": body.max_length}
@@ -448,8 +452,10 @@ async def score_pairs(
         request, model, "classify", pairs, body.text_truncation, problem="raw", **options
     )
     logits = np.array([value.score for value in result.values], np.float64)
-    scores = logits if raw or body.use_activation is False else sigmoid(logits)
-    return replace(result, values=scores.tolist())
+    if body.use_activation is False:
+        activation = "Identity"
+    scores = activated(logits, activation or model.encoder.score_activation)
+    return replace(result, values=scores)
 
 
 async def _shortened(
