@@ -7,10 +7,14 @@ percentiles; counted from when they were sent, as a closed loop does, it all but
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import re
+import select
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -366,6 +370,27 @@ def test_a_generator_says_what_it_is_doing(stub_port: int, tmp_path: Path) -> No
     assert report.answered > 0 and statuses
     words = r"sending: \d+ requests have ended, [012] have no answer; 2 of 2 connections"
     assert re.fullmatch(words, statuses[0])
+
+
+CUT_SHORT = """
+import signal
+from packhorse_bench.serving_load import _write
+signal.signal(signal.SIGALRM, lambda number, frame: None)
+signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+_write({"latencies_ms": [1.0] * 200_000})
+"""
+
+
+def test_a_long_report_arrives_whole_though_signals_cut_its_writes() -> None:
+    # A write to a full pipe ends early when a signal comes, and an unbuffered stdout is content.
+    command = [sys.executable, "-c", CUT_SHORT]
+    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=unbuffered) as process:
+        assert process.stdout is not None
+        select.select([process.stdout], [], [])
+        time.sleep(0.3)  # meanwhile the pipe is full and signals come
+        answer = json.loads(process.stdout.read())
+    assert len(answer["latencies_ms"]) == 200_000
 
 
 def test_a_generator_that_does_not_end_is_reported(stub_port: int, tmp_path: Path) -> None:

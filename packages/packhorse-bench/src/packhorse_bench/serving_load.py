@@ -371,8 +371,10 @@ def main(path: str, core: str = "") -> None:
 
 
 def _write(answer: Any) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
+    # What interrupts a write to a full pipe cuts it short. A buffered file writes the rest;
+    # sys.stdout does not where PYTHONUNBUFFERED is set.
+    with open(sys.stdout.fileno(), "wb", closefd=False) as output:
+        output.write(json.dumps(answer).encode() + b"\n")
 
 
 def _write_status(status: str) -> None:
