@@ -244,6 +244,7 @@ def test_loops_have_names_and_unknown_figures_a_dash() -> None:
     rows += [loop_row(loop="lone", load=0.5, p99_ms=math.inf, errors="2 429", gpu_busy=0.97)]
     names = [serving_shapes_report.loop_name(row) for row in rows]
     assert names == ["closed, 8 connections", "open, at 80%", "lone, idle", "lone, at 50%"]
+    assert serving_shapes_report.loop_name(loop_row(loop="open")) == "open, at --rate"
     cells = [cell.strip() for cell in serving_shapes_report.table(comparison(*rows)).rows[3]]
     assert {"2 429", "97%", "inf", "-"} <= set(cells)
     remarks = serving_shapes_report.remarks(comparison(*rows))

@@ -21,6 +21,7 @@ class LoadSetup:
 
     shapes: tuple[Shape, ...] = ()
     open_loop: bool = False  # after the closed loop
+    rate: float = 0.0  # requests per second of the open loop; 0: a share of the closed loop's
     lone: bool = False  # one short query, idle and beside load
     offline: bool = False  # also our library without a server, on the same token ids
     urls: tuple[tuple[str, Endpoint], ...] = ()  # running servers by name, none is started then

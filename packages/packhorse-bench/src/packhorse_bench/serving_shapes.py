@@ -292,6 +292,7 @@ def check(setup: ServingSetup) -> None:
         "--generators": loops.generators,
         "--connections": loops.connections,
         "--threads": setup.threads,
+        "--rate": loops.rate,
     }
     for flag, value in not_negative.items():
         if value < 0:
@@ -537,10 +538,11 @@ def _closed_rate(stage: LoopStage, server: MeasuredServer, shape: Shape) -> floa
 
 
 def _open(stage: LoopStage, server: MeasuredServer, shape: Shape, turn: int) -> None:
-    """Random arrivals at a share of what the server answers in a closed loop."""
-    job = _job(stage, server, shape, turn)
-    job = replace(job, rate=OPEN_LOAD * _closed_rate(stage, server, shape))
-    _run_loop(stage, server, (shape, "open", OPEN_LOAD), job, stage.team)
+    """Random arrivals at the given rate, or at a share of what it answers in a closed loop."""
+    given = stage.setup.load.rate
+    rate = given or OPEN_LOAD * _closed_rate(stage, server, shape)
+    job = replace(_job(stage, server, shape, turn), rate=rate)
+    _run_loop(stage, server, (shape, "open", None if given else OPEN_LOAD), job, stage.team)
 
 
 def _lone(stage: LoopStage, server: MeasuredServer, load: float, turn: int) -> None:

@@ -91,7 +91,7 @@ def loop_name(row: LoopRow) -> str:
     if row.loop == "closed":
         return f"closed, {row.connections} connections"
     if row.loop == "open":
-        return f"open, at {row.load:.0%}"
+        return f"open, at {row.load:.0%}" if row.load else "open, at --rate"
     if row.loop == "offline":
         return "token ids, no server"
     return f"lone, at {row.load:.0%}" if row.load else "lone, idle"

@@ -64,6 +64,10 @@ class Loops:
         Literal["closed", "open"] | None,
         flag("--loop", help="open: after the closed loop, random arrivals at 80 % of its rate."),
     ] = None
+    rate: Annotated[
+        float,
+        flag("--rate", help="Requests per second of the open loop; default 80 % of the closed's."),
+    ] = 0.0
     lone: Annotated[
         bool, flag("--lone", help="Also one query of 12 tokens: idle, and at 50 and 80 % load.")
     ] = False
@@ -93,7 +97,7 @@ class Loops:
     @property
     def any_set(self) -> bool:
         """Whether any of these flags asks for loops, in place of the search."""
-        return bool(self.shape or self.loop or self.lone or self.offline or self.url)
+        return bool(self.shape or self.loop or self.rate or self.lone or self.offline or self.url)
 
 
 def serve(
@@ -131,7 +135,7 @@ def serve(
     loop, "of PackRunner" its tokens per second against PackRunner.run without
     HTTP beside the same load.
 
-    With --shape (or --loop, --lone, --offline, --url) there is no search: every
+    With --shape (or --loop, --rate, --lone, --offline, --url) there is no search: every
     server has a closed loop of requests of each shape from several processes. The table
     says what the GPU, the server's cores and the generators did meanwhile.
 
@@ -192,7 +196,8 @@ def _load_setup(loops: Loops, seconds: float, connections: int) -> "LoadSetup":
         shapes = tuple(dict.fromkeys(Shape.parse(text) for text in split_names(loops.shape)))
     return LoadSetup(
         shapes=shapes,
-        open_loop=loops.loop == "open",
+        open_loop=loops.loop == "open" or bool(loops.rate),
+        rate=loops.rate,
         lone=loops.lone,
         offline=loops.offline,
         urls=tuple(parse_url(url) for url in loops.url),
