@@ -110,7 +110,7 @@ def round_up(size: int, smallest: int = 64) -> int:
     """The next bucket size: four per power of two, so that at most a fifth is unused."""
     if size <= smallest:
         return smallest
-    step = max(1, 1 << ((size - 1).bit_length() - 3))
+    step = 1 << max(0, (size - 1).bit_length() - 3)
     return -(-size // step) * step
 
 

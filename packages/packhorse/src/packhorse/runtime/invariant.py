@@ -42,6 +42,9 @@ from packhorse.model.retrieval import HEADS_BY_TOKEN, Splade
 from packhorse.packing.batch import Packed
 
 SMALLEST = 16  # tokens
+# A product for AVX2 computes 24 or 16 rows at a time, and the rows that are left over in another
+# order. So sizes on a CPU include the multiples of both, the largest among them.
+TILE = 48
 FILLER = 128  # tokens of a dummy sequence, at most
 ROWS = 64  # tokens or sequences that a head runs on at once
 LAYERS = 2  # in a trial: the first may lack a norm, all others have the same shapes
@@ -103,9 +106,9 @@ class FixedShapes:
     def __init__(self, model: Model, device: torch.device, tokens: int) -> None:
         self.model = model
         self.device = device
-        self.sizes = tuple(executable.sizes(tokens, SMALLEST))
+        self.sizes = _sizes(tokens, device)
         self.threads = torch.get_num_threads()
-        states = self._try_layers(tokens)
+        states = self._try_layers(self.sizes[-1])
         rows = self._try_heads()
         if states is None or rows is None:
             raise KernelError(
@@ -115,7 +118,7 @@ class FixedShapes:
         self._states = states
         self._rows = rows
         # Results of the trials so far, by threads and size: did it give the expected bits?
-        self._trials = {(self.threads, tokens): True}
+        self._trials = {(self.threads, self.sizes[-1]): True}
 
     def __call__(self, packed: Packed, heads: Sequence[str], at: Tensor | None) -> list[Tensor]:
         """Return what `Model.forward` returns, up to rounding."""
@@ -255,6 +258,15 @@ class FixedShapes:
             moved = rows.roll(shift, 0)
             outputs.append(self._head(name, moved, moved, packed).roll(-shift, 0))
         return _common_bits(torch.stack(outputs))
+
+
+def _sizes(tokens: int, device: torch.device) -> tuple[int, ...]:
+    """Sizes of batches of up to so many tokens, in ascending order."""
+    sizes = set(executable.sizes(tokens, SMALLEST))
+    if device.type == "cpu":
+        tiles = -(-tokens // TILE)
+        sizes |= {TILE * min(size, tiles) for size in executable.sizes(tiles, 1)}
+    return tuple(sorted(sizes))
 
 
 def _parts(packed: Packed, limit: int) -> Iterator[Packed]:
