@@ -178,15 +178,16 @@ def test_hub_sentence_similarity(hub, server):
 def test_hub_question_answering(hub, server):
     encoder = server.encoder("reader")
     question = "what carries sacks ?"
-    best = encoder.answer([(question, CONTEXT)], top_k=3)[0]
+    options = {"scoring": "pipeline", "max_answer_tokens": 15}
+    best = encoder.answer([(question, CONTEXT)], top_k=3, **options)[0]
     single = hub().question_answering(question, CONTEXT)
     assert (single.answer, single.start, single.end) == (best[0].text, best[0].start, best[0].end)
     assert CONTEXT[single.start : single.end] == single.answer and close(
         single.score, best[0].score
     )
-    three = hub("reader").question_answering(question, CONTEXT, top_k=3, max_answer_len=30)
+    three = hub("reader").question_answering(question, CONTEXT, top_k=3)
     assert [answer.answer for answer in three] == [answer.text for answer in best]
-    expected = encoder.answer([(question, CONTEXT * 8)], stride=8, no_answer=0.0)[0][0]
+    expected = encoder.answer([(question, CONTEXT * 8)], stride=8, no_answer=0.0, **options)[0][0]
     wide = hub().question_answering(
         question, CONTEXT * 8, doc_stride=8, handle_impossible_answer=True
     )
@@ -197,7 +198,7 @@ def test_hub_fill_mask(hub, server):
     encoder = server.encoder("filler")
     text = "the horse carries [MASK] to market"
     words = hub("filler").fill_mask(text, top_k=3)
-    expected = encoder.fill([text], top_k=3)[0][0]
+    expected = encoder.fill([text], top_k=3, decoded=True)[0][0]
     assert [(word.token_str, word.token, word.sequence) for word in words] == [
         (word.word, word.id, word.text) for word in expected
     ]
