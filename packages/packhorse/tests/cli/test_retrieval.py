@@ -95,7 +95,8 @@ def test_parquet_and_refusals(cli: Cli, folders: dict[str, Path], tmp_path: Path
     out = tmp_path / "words.parquet"
     assert cli("run", *TEXTS, "-m", folders["sparse"], "--task", "sparse", "--out", out).code == 0
     columns = parquet.read_table(out).to_pydict()
-    assert list(columns) == ["id", "indices", "weights", "words"] and len(columns["words"]) == 3
+    assert list(columns) == ["id", "text", "indices", "weights", "words"]
+    assert len(columns["words"]) == 3
     flags: tuple[Any, ...]
     for flags, says in (
         (("--task", "embed", "--out", tmp_path / "x.npz"), "npz holds sparse vectors or"),

@@ -426,8 +426,9 @@ def test_other_tasks_into_files(task: str, cli: Cli, tiny: Tiny, tmp_path: Path)
         assert result.code == 0, result.err
         rows = read(tmp_path / name)
         assert [row["id"] for row in rows] == [0, 1, 2]
-        for row, changed in zip(rows, shown, strict=True):
-            same(row, {key: value for key, value in changed.items() if key != "text"})
+        for row, expected in zip(rows, shown, strict=True):
+            assert row.pop("ask") == "who" and row.pop("text") in expected["text"]
+            same(row, {key: value for key, value in expected.items() if key != "text"})
 
 
 def test_windows_over_long_texts(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
@@ -587,7 +588,7 @@ def test_arguments_into_a_file(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
 def test_texts_are_written_as_they_come(
     cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever feeds it sees results on disk one chunk behind: nothing is collected first."""
+    """Whoever feeds it sees results on disk a few chunks behind: nothing is collected first."""
     out, backlog = tmp_path / "v.jsonl", []
 
     def feed() -> Iterator[bytes]:
@@ -601,7 +602,7 @@ def test_texts_are_written_as_they_come(
     result = cli(
         *("run", "--input", "-", "--task", "embed", "-m", tiny("embed"), "--chunk", 5, "--out", out)
     )
-    assert result.code == 0 and max(backlog) < 2 * 5
+    assert result.code == 0 and max(backlog) <= 4 * 5
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def work(path: Path, everything: list[dict[str, Any]], **options: Any) -> None:
     """What a command does: go on where it was left, chunk by chunk, and finish."""
     file = ResumableFile(path, VECTORS, MADE, **options)
     try:
-        for start in range(file.consumed, ROWS, CHUNK):
+        for start in range(file.consumed, len(everything), CHUNK):
             chunk = everything[start : start + CHUNK]
             file.append(chunk, start + len(chunk))
         file.finish()
@@ -256,10 +256,31 @@ def test_two_at_once(tmp_path: Path) -> None:
 def test_what_the_disk_refuses(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be written: No such file"):
         ResumableFile(tmp_path / "no" / "a.npy", VECTORS, MADE)
-    file = ResumableFile(tmp_path / "a.npy", VECTORS, MADE)
-    with pytest.raises(InputError, match="no results to write"):
-        file.finish()
-    file.close()
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_file_without_rows(suffix: str, tmp_path: Path, kill_at: Callable[[int], None]) -> None:
+    """It is there, of the right kind, wherever it was killed on the way."""
+    for moment in range(1000):
+        (folder := tmp_path / str(moment)).mkdir()
+        path = folder / f"a{suffix}"
+        try:
+            kill_at(moment)
+            work(path, [], metadata={"dimensions": 4})
+        except Killed:
+            kill_at(10**9)
+            if not path.exists():
+                work(path, [], metadata={"dimensions": 4})
+        else:
+            assert moment > 10, "the kills never came"
+            break
+        if suffix == ".npy":
+            assert np.load(path).shape == (0, 4) and np.load(path).dtype == np.float32
+        elif suffix == ".jsonl":
+            assert path.read_bytes() == b""
+        else:
+            table = parquet.read_table(path)
+            assert (len(table), table.column_names) == (0, ["id", "vector"])
 
 
 def test_parquet_ids_are_of_one_kind(tmp_path: Path) -> None:

@@ -78,9 +78,9 @@ def demo(
     for name, value in (("--sample", sample), ("--texts", texts)):
         if value is not None and value < 1:
             raise InputError(f"{name} is {value}; it must be 1 or more")
-    documents = _read_documents()
     encoder = load(DEFAULT_MODEL, device=device, dtype=dtype)
     note(repr(encoder))
+    documents = _read_documents()
     sequences = _tokenize(encoder, documents)
     compared = sequences[: sample or _affordable_texts(encoder, sequences)]
     with progress(f"{len(compared):,} texts, packed and padded") as advance:

@@ -12,6 +12,9 @@ from typing import Annotated, Any, Literal
 from cyclopts import Group, Parameter
 
 from packhorse.cli.tasks import TaskOptions
+from packhorse.data.delimited import CsvFormat
+from packhorse.data.tables import ALL_COLUMNS, Kept
+from packhorse.errors import InputError
 
 GELUS = {"erf": "exact (erf)", "tanh": "approximated by tanh (gelu_new)"}  # as tables show it
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
@@ -117,6 +120,14 @@ class RunFlags:
         flag(
             group=MODEL,
             help="cpu, cuda or cuda:1; default PACKHORSE_DEVICE, else the accelerator.",
+        ),
+    ] = None
+    devices: Annotated[
+        str | None,
+        flag(
+            group=MODEL,
+            help="With --out: several devices, such as cuda:0,cuda:1, which take turns; cpu,cpu "
+            "divides the cores.",
         ),
     ] = None
     dtype: Annotated[
@@ -237,6 +248,44 @@ class RunFlags:
         flag(group=FILES, help="Column of the text; pass it twice for the two texts of a pair."),
     ] = None
     skip_empty: Annotated[bool, flag(group=FILES, help="Skip rows without text.")] = False
+    keep_empty: Annotated[
+        bool,
+        flag(group=FILES, help="Encode rows without text too, as the model's special tokens."),
+    ] = False
+    keep: Annotated[
+        list[str] | None,
+        flag(
+            group=FILES,
+            help="Column of the input to write beside the results, NAME or NAME=NEW; repeatable; "
+            "none keeps none. Default all, in jsonl and parquet.",
+        ),
+    ] = None
+    delimiter: Annotated[
+        str,
+        flag(
+            group=FILES,
+            help="What separates the cells of csv and tsv: a character, or tab. Default guessed "
+            "among comma, semicolon, tab and |.",
+        ),
+    ] = ""
+    quote: Annotated[
+        str, flag(group=FILES, help='What cells of csv and tsv are quoted by, or none; default ".')
+    ] = '"'
+    escape: Annotated[
+        str,
+        flag(
+            group=FILES,
+            help="What stands before quotes within cells of csv and tsv, such as \\; by default "
+            "such quotes are doubled.",
+        ),
+    ] = ""
+    encoding: Annotated[
+        str,
+        flag(
+            group=FILES,
+            help="Encoding of text files, such as cp1252; default UTF-8, or UTF-16 by its mark.",
+        ),
+    ] = ""
     out: Annotated[
         Path | None,
         flag(
@@ -260,7 +309,8 @@ class RunFlags:
         int | None,
         flag(
             group=FILES,
-            help="Texts per chunk, the most that an interruption loses; default 2048, hidden 64.",
+            help="Texts per chunk, the unit of a resumed run and of a device's turn; default 2048 "
+            "(GPU 16384), multi 512, hidden 64.",
         ),
     ] = None
     json: Annotated[
@@ -283,6 +333,28 @@ class RunFlags:
     iterations: Annotated[
         int, flag("--iterations", "-i", group=SPEED, help="Passes over the texts; default 1.")
     ] = 1
+
+    @property
+    def form(self) -> CsvFormat:
+        """Return what text files of the input do not say about themselves."""
+        delimiter = {"tab": "\t", "\\t": "\t"}.get(self.delimiter, self.delimiter)
+        quote = "" if self.quote == "none" else self.quote
+        return CsvFormat(delimiter, quote, self.escape, self.encoding)
+
+    @property
+    def kept(self) -> Kept | None:
+        """Return the columns to keep: all unless they are named; None if the file holds none."""
+        if self.out is None or self.out.suffix.lower() in (".npy", ".npz"):
+            return None
+        if self.keep is None:
+            return ALL_COLUMNS
+        names: dict[str, str] = {}
+        for item in self.keep:
+            name, _, new = item.partition("=")
+            names[name] = new or name
+        if len(set(names.values())) < len(names) or "id" in names.values():
+            raise InputError("--keep gives two columns one name; the id is kept anyway")
+        return {} if list(names) == ["none"] else names
 
     @property
     def task_options(self) -> TaskOptions:

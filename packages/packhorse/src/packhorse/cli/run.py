@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from packhorse.checkpoint import hub
 from packhorse.cli import perf
 from packhorse.cli.console import emit, note, summarize_warnings
 from packhorse.cli.flags import RunFlags
 from packhorse.cli.tasks import TASKS, prepare_texts, result_rows, spec_of
 from packhorse.cli.writing import run_facts, write, write_calibration
 from packhorse.data.output import Row, format_of
-from packhorse.data.tables import Record, read_texts, split_pair
+from packhorse.data.tables import Record, kept_names, read_texts, split_pair
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,7 +58,9 @@ def run(
         flags = replace(flags, input="-")
     _check_flags(texts, flags)
     records = _read_records(texts, flags)
-    encoder = _load(flags, has_text=bool(texts or flags.input))
+    devices = flags.devices.split(",") if flags.devices else [flags.device]
+    encoders = _load(flags, devices, has_text=bool(texts or flags.input))
+    encoder = encoders[0]
     from packhorse.runtime.encoder import TruncationWarning
 
     with summarize_warnings(TruncationWarning):
@@ -65,9 +68,9 @@ def run(
             _measure(records, encoder, flags)
         elif flags.write_calibration:
             facts = write_calibration(records, encoder, flags)
-            emit({**run_facts(encoder, flags), **facts}, flags.json)
+            emit({**run_facts([encoder], flags), **facts}, flags.json)
         elif flags.out:
-            emit({**run_facts(encoder, flags), **write(records, encoder, flags)}, flags.json)
+            emit({**run_facts(encoders, flags), **write(records, encoders, flags)}, flags.json)
         else:
             _print_results(records, encoder, flags)
 
@@ -96,6 +99,12 @@ def _check_flags(texts: Sequence[str], flags: RunFlags) -> None:
     is_rerank = flags.task == "rerank"
     is_quantized = flags.precision != "float32"
     conflicts = {
+        "--devices names all devices; leave out --device": flags.devices and flags.device,
+        "--devices is for --out": flags.devices and not flags.out,
+        "--keep is for files with columns; write .jsonl or .parquet": flags.keep
+        and (not flags.out or flags.kept is None),
+        "--skip-empty and --keep-empty contradict each other": flags.skip_empty
+        and flags.keep_empty,
         "TEXT and --input both name texts; leave one out": texts and flags.input,
         "--column is for files; pass --input": flags.column and not flags.input,
         "--prompt is for the tasks embed, sparse and multi": flags.prompt
@@ -140,46 +149,71 @@ def _check_flags(texts: Sequence[str], flags: RunFlags) -> None:
 def _read_records(texts: Sequence[str], flags: RunFlags) -> Iterable[Record]:
     """Return the texts to encode; the first is read at once, so that a bad file fails early."""
     if not flags.input:
-        records = _argument_records(texts or [DEFAULT_TEXT], flags.pair)
+        records = _argument_records(texts or [DEFAULT_TEXT], flags)
         prepare_texts(flags.task, [record.text for record in records], flags.query)
         return records
-    stream = read_texts(flags.input, flags.column, pair=flags.pair, skip_empty=flags.skip_empty)
+    hub.resolve(flags.checkpoint or flags.model)  # before it waits for a slow pipe
+    stream = read_texts(
+        flags.input,
+        flags.column,
+        pair=flags.pair,
+        skip_empty=flags.skip_empty,
+        keep_empty=flags.keep_empty,
+        keep=flags.kept,
+        form=flags.form,
+    )
     first = next(stream, None)
     if first is None:
         source = "standard input" if flags.input == "-" else flags.input
-        raise InputError(f"{source} holds no text")
+        if not flags.out:
+            raise InputError(f"{source} holds no text")
+        note(f"{source} holds no text; the results are an empty file")
+        return iter(())
     prepare_texts(flags.task, [first.text], flags.query)
     return chain([first], stream)
 
 
-def _argument_records(texts: Sequence[str], pair: bool) -> list[Record]:
+def _argument_records(texts: Sequence[str], flags: RunFlags) -> list[Record]:
     for number, text in enumerate(texts, 1):
-        if not text.strip():
-            raise InputError(f"text {number} is empty; there is nothing to encode")
+        if not text.strip() and not flags.keep_empty:
+            raise InputError(
+                f"text {number} is empty; there is nothing to encode (--keep-empty encodes it)"
+            )
+    names = kept_names(["text"], flags.kept, "the texts")
     return [
-        Record(i, split_pair(text, f"text {i + 1}") if pair else text)
+        Record(
+            i,
+            split_pair(text, f"text {i + 1}") if flags.pair else text,
+            i,
+            {new: text for new in names.values()},
+        )
         for i, text in enumerate(texts)
     ]
 
 
-def _load(flags: RunFlags, has_text: bool) -> "Encoder":
+def _load(flags: RunFlags, devices: Sequence[str | None], has_text: bool) -> list["Encoder"]:
     from packhorse.device import describe, dtype_name
     from packhorse.runtime.loading import load
 
-    encoder = load(
-        flags.checkpoint or flags.model,
-        device=flags.device,
-        dtype=flags.dtype if flags.dtype or has_text else "fp32",
-        kernel=flags.kernel,
-        graphs=flags.graphs,
-        invariant=flags.invariant,
-        truncate_dim=flags.truncate_dim,
-        **flags.model_flags.load_options(),
-    )
-    facts = [describe(encoder.device), dtype_name(encoder.dtype), f"{encoder.kernel} kernel"]
+    encoders = [
+        load(
+            flags.checkpoint or flags.model,
+            device=device,
+            dtype=flags.dtype if flags.dtype or has_text else "fp32",
+            kernel=flags.kernel,
+            graphs=flags.graphs,
+            invariant=flags.invariant,
+            truncate_dim=flags.truncate_dim,
+            **flags.model_flags.load_options(),
+        )
+        for device in devices
+    ]
+    encoder = encoders[0]
+    places = " and ".join(describe(encoder.device) for encoder in encoders)
+    facts = [places, dtype_name(encoder.dtype), f"{encoder.kernel} kernel"]
     facts += [name for name in ("graphs", "invariant") if getattr(flags, name)]
     note(f"{encoder.name}: {', '.join(facts)}")
-    return encoder
+    return encoders
 
 
 def _print_results(records: Iterable[Record], encoder: "Encoder", flags: RunFlags) -> None:
@@ -192,7 +226,7 @@ def _print_results(records: Iterable[Record], encoder: "Encoder", flags: RunFlag
     rows = [{"id": record.id, "text": _joined(record.text), **row} for record, row in results]
     if not flags.json:
         TASKS[flags.task].show(rows)
-    emit({**run_facts(encoder, flags), "results": rows}, flags.json)
+    emit({**run_facts([encoder], flags), "results": rows}, flags.json)
     if next(remaining, None) is not None:
         note(f"these are the first {MAX_SHOWN} texts; --out FILE or --json gives all")
 
@@ -211,4 +245,4 @@ def _measure(records: Iterable[Record], encoder: "Encoder", flags: RunFlags) -> 
     figures = perf.measure(encoder, texts, head, max_length=flags.max_length, **sizes)
     if not flags.json:
         perf.show(figures)
-    emit({**run_facts(encoder, flags), **sizes, **figures}, flags.json)
+    emit({**run_facts([encoder], flags), **sizes, **figures}, flags.json)

@@ -16,7 +16,7 @@ from packhorse.errors import InputError
 if TYPE_CHECKING:
     from packhorse.data.output import Row, Shape
     from packhorse.runtime.encoder import Encoder
-    from packhorse.runtime.tasks import TaskSpec
+    from packhorse.runtime.tasks import Progress, TaskSpec
     from packhorse.tokens.tokenizer import Text
 
 EDGE = 3  # numbers and tokens shown at each end of a long row
@@ -35,6 +35,7 @@ class TaskOptions:
     stride: int | None = None
     as_query: bool = False
     raw: bool = False
+    progress: "Progress | None" = None  # called after each batch; what it raises ends the call
 
     @property
     def vector_type(self) -> str:
@@ -50,6 +51,7 @@ class Task:
     shape: Callable[["Encoder", TaskOptions], "Shape"]
     show: Callable[[Sequence["Row"]], None]
     chunk: int = 2048  # texts per chunk of a file, so that their results fit in memory
+    accelerator_chunk: int = 0  # on a GPU, which takes a chunk in milliseconds; 0: the same
 
 
 def result_rows(
@@ -91,7 +93,7 @@ def prepare_texts(task: str, texts: Sequence["Text"], query: str | None) -> list
 
 
 def _hidden(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
-    results = encoder.hidden(texts, max_length=options.max_length)
+    results = encoder.hidden(texts, max_length=options.max_length, progress=options.progress)
     return [
         {"tokens": list(result.tokens), "states": result.states, "pooled": result.pooled}
         for result in results
@@ -99,7 +101,9 @@ def _hidden(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -
 
 
 def _embed(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
-    vectors = encoder.embed(texts, prompt=options.prompt, max_length=options.max_length)
+    vectors = encoder.embed(
+        texts, prompt=options.prompt, max_length=options.max_length, progress=options.progress
+    )
     if options.precision != "float32":
         from packhorse.runtime.precision import load_ranges, quantize_singly
 
@@ -115,6 +119,7 @@ def _sparse(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -
         prompt=options.prompt,
         top_k=options.top_k,
         max_length=options.max_length,
+        progress=options.progress,
     )
     from packhorse.results import vectors_of, words
 
@@ -134,12 +139,13 @@ def _multi(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) ->
         query=options.as_query,
         prompt=options.prompt,
         max_length=options.max_length,
+        progress=options.progress,
     )
     return [{"vectors": vector} for vector in vectors]
 
 
 def _classify(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
-    results = encoder.classify(texts, max_length=options.max_length)
+    results = encoder.classify(texts, max_length=options.max_length, progress=options.progress)
     return [asdict(result) for result in results]
 
 
@@ -158,20 +164,34 @@ def _rerank(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -
 def _answer(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
     pairs = [text for text in texts if isinstance(text, tuple)]
     results = encoder.answer(
-        pairs, top_k=options.top_k or 1, max_length=options.max_length, stride=options.stride
+        pairs,
+        top_k=options.top_k or 1,
+        max_length=options.max_length,
+        stride=options.stride,
+        progress=options.progress,
     )
     return [{"answers": [asdict(answer) for answer in answers]} for answers in results]
 
 
 def _fill(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
     single_texts = [str(text) for text in texts]
-    results = encoder.fill(single_texts, top_k=options.top_k or 5, max_length=options.max_length)
+    results = encoder.fill(
+        single_texts,
+        top_k=options.top_k or 5,
+        max_length=options.max_length,
+        progress=options.progress,
+    )
     return [{"masks": [[asdict(word) for word in mask] for mask in masks]} for masks in results]
 
 
 def _label(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
     single_texts = [str(text) for text in texts]
-    results = encoder.label(single_texts, max_length=options.max_length, stride=options.stride)
+    results = encoder.label(
+        single_texts,
+        max_length=options.max_length,
+        stride=options.stride,
+        progress=options.progress,
+    )
     return [{"entities": [asdict(entity) for entity in entities]} for entities in results]
 
 
@@ -288,12 +308,12 @@ def _labels(encoder: "Encoder", options: TaskOptions) -> "Shape":
 
 TASKS = {
     "hidden": Task(_hidden, lambda *_: _STATES, _show_hidden, chunk=64),
-    "embed": Task(_embed, _vector, _show_embed),
+    "embed": Task(_embed, _vector, _show_embed, accelerator_chunk=16384),
     "sparse": Task(_sparse, lambda *_: _SPARSE, _show_sparse),
     "multi": Task(_multi, lambda *_: _VECTORS, _show_multi, chunk=512),
     "fill": Task(_fill, lambda *_: _WORDS, _show_fill),
     "answer": Task(_answer, lambda *_: {"answers": [_SPAN]}, _show_answer),
-    "classify": Task(_classify, _labels, _show_classify),
+    "classify": Task(_classify, _labels, _show_classify, accelerator_chunk=16384),
     "rerank": Task(_rerank, lambda *_: {}, _show_rerank),
     "label": Task(_label, lambda *_: {"entities": [{"label": str, **_SPAN}]}, _show_label),
 }

@@ -2,75 +2,98 @@
 
 The ranges of their vectors are written here too, for `--write-calibration`.
 
-Memory is bounded by one chunk. Everything that decides the rows (input, model, task, how it runs)
-is stored with the unfinished file, and work that was begun with other settings is not resumed. The
-model is known by the parts of its fingerprint, which the finished file carries too. For the input,
-path, size and modification time stand for the content: hashing a large one would cost more than it
-finds. Standard input cannot be read twice, so results of it are never resumed.
+Reading, the model and writing overlap (`runtime.pipeline`), and several devices take chunks in
+turn. Memory is bounded by a few chunks. Everything that decides the rows (input, model, task, how
+it runs) is stored with the unfinished file, and work that was begun with other settings is not
+resumed. The model is known by the parts of its fingerprint, which the finished file carries too.
+For the input, path, size and modification time stand for the content: hashing a large one would
+cost more than it finds. Standard input cannot be read twice, so results of it are never resumed.
 """
 
 import hashlib
+import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packhorse import __version__
 from packhorse.atomic import new_file
-from packhorse.cli.console import note, progress
+from packhorse.cli.console import note, progress, stage_progress
 from packhorse.cli.flags import RunFlags
 from packhorse.cli.tasks import TASKS, result_rows
+from packhorse.data.columns import column_types, row_count
+from packhorse.data.delimited import CsvFormat
 from packhorse.data.output import ResumableFile
-from packhorse.data.tables import Record
-from packhorse.errors import InputError
+from packhorse.data.tables import Record, kept_names
+from packhorse.errors import InputError, PackhorseError
 
 if TYPE_CHECKING:
     from packhorse.checkpoint.fingerprint import Fingerprint
     from packhorse.data.output import Row
     from packhorse.runtime.encoder import Encoder
 
+PER_ACCELERATOR = 2  # chunks at a time: one is tokenized while the other runs
 
-def write(records: Iterable[Record], encoder: "Encoder", flags: RunFlags) -> dict[str, Any]:
-    """Write all results to `flags.out`; returns the path, rows and seconds."""
-    task = TASKS[flags.task]
+
+def write(
+    records: Iterable[Record], encoders: Sequence["Encoder"], flags: RunFlags
+) -> dict[str, Any]:
+    """Write all results to `flags.out`; returns the path, rows and seconds.
+
+    The encoders are of one model on different devices.
+    """
+    from packhorse.runtime import cores
+    from packhorse.runtime.pipeline import Pipeline
+
+    encoder = encoders[0]
     out = flags.out or Path()
-    chunk_size = flags.chunk or task.chunk
+    chunk_size = flags.chunk or _default_chunk(encoder, flags.task)
     fingerprint = result_fingerprint(encoder, flags)
     settings = {
         **fingerprint.parts,  # first, so that a message names the part that differs
-        **run_facts(encoder, flags),
+        **run_facts(encoders, flags),
         **_input_facts(records, flags),
         "chunk": chunk_size,
     }
-    metadata = {
-        "model": encoder.name,
-        "fingerprint": str(fingerprint),
-        "fingerprint_parts": fingerprint.parts,
-        **_number_facts(flags),
-    }
-    if flags.task == "sparse" and encoder.sparse_settings is not None:
-        metadata["width"] = encoder.sparse_settings.width
     file = ResumableFile(
         out,
-        task.shape(encoder, flags.task_options),
+        {**_kept_types(flags), **TASKS[flags.task].shape(encoder, flags.task_options)},
         settings,
-        metadata=metadata,
+        metadata=_metadata(encoder, fingerprint, flags),
         overwrite=flags.overwrite,
     )
     start = time.perf_counter()
     rows_before = file.rows
     if rows_before:
         note(f"{out}: resuming after {rows_before:,} rows")
-    facts = {"model": encoder.name, "device": str(encoder.device)}
-    display = progress(f"writing {out}", counts="sequences", facts=facts)
-    with closing(file), display as advance, _note_interruption(file):
-        for chunk in _chunks(records, chunk_size, skip=file.consumed):
-            rows = _encode_chunk(chunk, encoder, flags)
-            file.append(rows, file.consumed + len(chunk))
-            advance(file.rows, 0)
+    total = _RowCount(flags)
+    facts = {"model": encoder.name, "device": device_names(encoders)}
+
+    def append(chunk: Sequence[Record], rows: Sequence["Row"]) -> None:
+        file.append(rows, file.consumed + len(chunk))
+        done = chunk[-1].number + 1  # rows of the input, skipped ones too
+        figures = {"sequences": file.rows}
+        report(f"writing {out}", done, total.at_least(done), figures=figures)
+
+    def encode(encoder: "Encoder", chunk: Sequence[Record]) -> list["Row"]:
+        return _encode_chunk(chunk, encoder, flags, check=pipeline.check)
+
+    workers = [
+        partial(encode, worker)
+        for worker in encoders
+        for _ in range(1 if worker.device.type == "cpu" else PER_ACCELERATOR)
+    ]
+    on_cpu = sum(worker.device.type == "cpu" for worker in encoders)
+    pipeline = Pipeline(workers, append, prepare=partial(cores.share_threads, on_cpu))
+    with closing(file), stage_progress(facts=facts) as report, _note_interruption(file):
+        chunks = _chunks(records, chunk_size, skip=file.consumed)
+        pipeline.run(chunks, first=file.consumed // chunk_size)
         file.finish()
     seconds = time.perf_counter() - start
     new_rows = file.rows - rows_before
@@ -93,7 +116,7 @@ def write_calibration(
     rows = 0
     facts = {"model": encoder.name, "device": str(encoder.device)}
     with progress(f"calibrating {path}", counts="sequences", facts=facts) as advance:
-        for chunk in _chunks(records, flags.chunk or TASKS[flags.task].chunk, skip=0):
+        for chunk in _chunks(records, flags.chunk or _default_chunk(encoder, flags.task), skip=0):
             vectors = np.stack([row["vector"] for row in _encode_chunk(chunk, encoder, flags)])
             extremes += [vectors.min(axis=0), vectors.max(axis=0)]
             rows += len(vectors)
@@ -107,20 +130,26 @@ def write_calibration(
     return {"calibration": str(path), "rows": rows}
 
 
-def run_facts(encoder: "Encoder", flags: RunFlags) -> dict[str, Any]:
+def run_facts(encoders: Sequence["Encoder"], flags: RunFlags) -> dict[str, Any]:
     """Return the model, the task and how they run."""
     from packhorse.device import dtype_name
 
+    encoder = encoders[0]
     return {
         "model": encoder.name,
         "fingerprint": str(result_fingerprint(encoder, flags)),
         "task": flags.task,
-        "device": str(encoder.device),
+        "device": device_names(encoders),
         "dtype": dtype_name(encoder.dtype),
         "kernel": encoder.kernel,
         "graphs": flags.graphs,
         "invariant": flags.invariant,
     }
+
+
+def device_names(encoders: Sequence["Encoder"]) -> str:
+    """Return the devices as --devices names them."""
+    return ",".join(str(encoder.device) for encoder in encoders)
 
 
 def result_fingerprint(encoder: "Encoder", flags: RunFlags) -> "Fingerprint":
@@ -141,6 +170,10 @@ def _input_facts(records: Iterable[Record], flags: RunFlags) -> dict[str, Any]:
         "version": __version__,
         "input": _input_stamp(records, flags),
         "column": flags.column,
+        "keep": flags.kept,
+        **{
+            name: getattr(flags.form, name) for name in ("delimiter", "quote", "escape", "encoding")
+        },
         "pair": flags.pair,
         "query": flags.query,
         "top_k": flags.top_k,
@@ -186,12 +219,82 @@ def _chunks(records: Iterable[Record], size: int, skip: int) -> Iterator[list[Re
         yield chunk
 
 
-def _encode_chunk(chunk: Sequence[Record], encoder: "Encoder", flags: RunFlags) -> list["Row"]:
+def _encode_chunk(
+    chunk: Sequence[Record],
+    encoder: "Encoder",
+    flags: RunFlags,
+    check: Callable[[], None] = lambda: None,
+) -> list["Row"]:
+    """Return the rows of a chunk: id, columns of the input, results."""
+    options = replace(flags.task_options, progress=lambda *counts: check())
     try:
-        results = result_rows(flags.task, chunk, encoder, flags.task_options)
+        results = result_rows(flags.task, chunk, encoder, options)
     except InputError as error:
         raise InputError(f"among the texts {chunk[0].id} to {chunk[-1].id}: {error}") from error
-    return [{"id": record.id, **row} for record, row in results]
+    for record, row in results:
+        if shared := record.cells.keys() & row.keys():
+            raise InputError(_taken(min(shared)))
+    return [{"id": record.id, **record.cells, **row} for record, row in results]
+
+
+def _taken(name: str) -> str:
+    return (
+        f"the input has a column {name!r}, as the results have; give it another name with "
+        f"--keep {name}=NEW, or name only the columns to keep"
+    )
+
+
+def _default_chunk(encoder: "Encoder", task: str) -> int:
+    on_cpu = encoder.device.type == "cpu"
+    return TASKS[task].chunk if on_cpu else TASKS[task].accelerator_chunk or TASKS[task].chunk
+
+
+def _kept_types(flags: RunFlags) -> dict[str, Any]:
+    """Return the types of the columns that are kept, for a format that must know them."""
+    if flags.kept is None or flags.out is None or flags.out.suffix.lower() != ".parquet":
+        return {}
+    if not flags.input:
+        return {new: str for new in kept_names(["text"], flags.kept, "the texts").values()}
+    if flags.input.lower().endswith(".jsonl") and flags.kept:
+        note(f"reading the types of the columns of {flags.input}")
+    return column_types(flags.input, flags.kept, flags.form)
+
+
+def _metadata(encoder: "Encoder", fingerprint: "Fingerprint", flags: RunFlags) -> dict[str, Any]:
+    """Return what the finished file says about all its rows."""
+    from packhorse.runtime.sentences import embedding_dimension
+
+    metadata: dict[str, Any] = {
+        "model": encoder.name,
+        "fingerprint": str(fingerprint),
+        "fingerprint_parts": fingerprint.parts,
+        **_number_facts(flags),
+    }
+    if flags.task == "embed":
+        bits = 8 if flags.precision in ("binary", "ubinary") else 1
+        metadata["dimensions"] = embedding_dimension(encoder) // bits
+    if flags.task == "sparse" and encoder.sparse_settings is not None:
+        metadata["width"] = encoder.sparse_settings.width
+    return metadata
+
+
+class _RowCount:
+    """The rows of the input, counted while the first of them are encoded."""
+
+    def __init__(self, flags: RunFlags) -> None:
+        self._rows = 0
+        if flags.input:
+            threading.Thread(
+                target=self._count, args=(flags.input, flags.form), daemon=True
+            ).start()
+
+    def _count(self, source: str, form: CsvFormat) -> None:
+        with suppress(PackhorseError, OSError, UnicodeError):  # reported where they are read
+            self._rows = row_count(source, form)
+
+    def at_least(self, done: int) -> int:
+        """The total, 0 as long as it is unknown; never less than what is done."""
+        return max(done, self._rows) if self._rows else 0
 
 
 @contextmanager

@@ -25,6 +25,7 @@ Follows the npy format 1.0, JSON Lines, and Arrow's IPC streaming format.
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import math
@@ -33,6 +34,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import date, time
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
@@ -41,7 +43,7 @@ from packhorse.errors import InputError, MissingExtra
 
 Row = dict[str, Any]
 # The columns by name: str, int, float, "float32", "int8", "uint8", [the type of items],
-# {the columns of a struct}.
+# {the columns of a struct}, or a type of Arrow's, of columns that were read.
 Shape = Mapping[str, Any]
 
 SPARSE_COLUMNS = ("indices", "weights", "words")  # of rows that npz can hold
@@ -55,7 +57,7 @@ class Format:
     """How rows become a file, or a file and companions such as the ids of npy."""
 
     companions: tuple[str, ...]  # suffixes of further files, added to the name the user gave
-    # Per file, from the first rows, their types and the metadata.
+    # Per file, from the first rows (none if there are none at all), their types and the metadata.
     head: Callable[[Sequence[Row], Shape, Metadata], Sequence[bytes]]
     body: Callable[[Sequence[Row], bytes], Sequence[bytes]]  # per file; takes the first one's head
     finish: Callable[
@@ -106,7 +108,30 @@ def _rounded(value: Any, digits: int) -> Any:
 
 
 def _json_line(value: Any) -> str:
-    return json.dumps(to_plain(value), ensure_ascii=False, separators=(",", ":")) + "\n"
+    return _json_text(value) + "\n"
+
+
+def _json_text(value: Any) -> str:
+    """The value as JSON, as `to_plain` has it.
+
+    Vectors are most of a file, so their numbers are formatted at once: three times as fast.
+    """
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{_json_text(name)}:{_json_text(value[name])}' for name in value)}}}"
+    if str(getattr(value, "dtype", "")) == "float32" and value.ndim:
+        if value.ndim > 1:
+            return f"[{','.join(map(_json_text, value))}]"
+        text = ",".join(["%.9g"] * len(value)) % tuple(value.tolist())
+        if "n" not in text:  # neither nan nor inf
+            return f"[{text}]"
+    return json.dumps(to_plain(value), ensure_ascii=False, separators=(",", ":"), default=_as_text)
+
+
+def _as_text(value: Any) -> str:
+    """A cell of a table that JSON has no type for: dates in ISO 8601, bytes in base64."""
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
 def _jsonl_head(rows: Sequence[Row], shape: Shape, metadata: Metadata) -> list[bytes]:
@@ -132,29 +157,32 @@ def _npy_header(width: int, rows: int, numbers: str) -> bytes:
 
 
 def _npy_head(rows: Sequence[Row], shape: Shape, metadata: Metadata) -> list[bytes]:
-    vector = rows[0]["vector"]
-    return [_npy_header(len(vector), 0, _npy_numbers(vector)), b""]
+    import numpy as np
 
-
-def _npy_numbers(vector: Any) -> str:
-    """The number type as npy names it: bytes as they are, anything else as float32."""
-    return vector.dtype.str if vector.dtype.itemsize == 1 else "<f4"
+    width = len(rows[0]["vector"]) if rows else metadata.get("dimensions", 0)
+    (kind,) = shape["vector"]
+    return [_npy_header(width, 0, np.dtype(kind).newbyteorder("<").str), b""]
 
 
 def _npy_body(rows: Sequence[Row], head: bytes) -> list[bytes]:
     import numpy as np
 
+    _, _, numbers = _read_npy_header(io.BytesIO(head))
     vectors = np.stack([row["vector"] for row in rows])
     ids = "".join(_json_line(row["id"]) for row in rows)
-    return [vectors.astype(_npy_numbers(vectors)).tobytes(), ids.encode()]
+    return [vectors.astype(numbers, copy=False).tobytes(), ids.encode()]
+
+
+def _read_npy_header(file: Any) -> Any:
+    import numpy as np
+
+    np.lib.format.read_magic(file)
+    return np.lib.format.read_array_header_1_0(file)
 
 
 def _npy_finish(partial: BinaryIO, rows: int, whole: Path) -> None:
-    import numpy as np
-
     partial.seek(0)
-    np.lib.format.read_magic(partial)
-    (_, width), _, numbers = np.lib.format.read_array_header_1_0(partial)
+    (_, width), _, numbers = _read_npy_header(partial)
     partial.seek(0)
     partial.write(_npy_header(width, rows, numbers.str))
 
@@ -163,7 +191,9 @@ def _npz_head(rows: Sequence[Row], shape: Shape, metadata: Metadata) -> list[byt
     import numpy as np
 
     is_sparse = "vectors" not in shape
-    width = metadata.get("width", 0) if is_sparse else rows[0]["vectors"].shape[1]
+    width = metadata.get("width", 0)
+    if rows and not is_sparse:
+        width = rows[0]["vectors"].shape[1]
     return [np.array([is_sparse, width], "<i8").tobytes(), b""]
 
 
@@ -253,23 +283,42 @@ def _parquet_body(rows: Sequence[Row], head: bytes) -> list[bytes]:
     pa = import_pyarrow()
     schema = pa.ipc.read_schema(pa.py_buffer(head))
     ids_are_text = schema.field("id").type == pa.string()
-    plain_rows = []
     for row in rows:
         if not (ids_are_text or _has_integer_id(row)):
             raise InputError(
                 f"the id {row['id']!r:.40} is not a whole number, but those before it are;"
                 " write .jsonl"
             )
-        plain_row = _flat(row)
-        if ids_are_text:
-            plain_row["id"] = str(row["id"])
-        plain_rows.append(plain_row)
-    return [pa.RecordBatch.from_pylist(plain_rows, schema=schema).serialize().to_pybytes()]
+    columns: list[Any] = []
+    for field in schema:
+        cells = [row.get(field.name) for row in rows]
+        if field.name == "id" and ids_are_text:
+            cells = list(map(str, cells))
+        try:
+            columns.append(_arrow_array(cells, field.type))
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, ValueError) as error:
+            raise InputError(
+                f"column {field.name!r} is {field.type}, and a cell of the rows {rows[0]['id']!r} "
+                f"to {rows[-1]['id']!r} is not: {error}; write .jsonl"
+            ) from error
+    return [pa.RecordBatch.from_arrays(columns, schema=schema).serialize().to_pybytes()]
 
 
-def _flat(row: Row) -> Row:
-    """Arrow takes arrays of one dimension, so one of two becomes a list of them."""
-    return {name: list(x) if getattr(x, "ndim", 1) > 1 else x for name, x in row.items()}
+def _arrow_array(cells: Sequence[Any], kind: Any) -> Any:
+    """The cells of a column; those that are arrays of numbers are copied at once."""
+    import numpy as np
+
+    pa = import_pyarrow()
+    if not all(isinstance(cell, np.ndarray) for cell in cells):
+        cells = [list(cell) if getattr(cell, "ndim", 1) > 1 else cell for cell in cells]
+        return pa.array(cells, kind)
+    numbers = np.concatenate(cells)
+    if numbers.ndim > 1:
+        items = _arrow_array(list(numbers), kind.value_type)
+    else:
+        items = pa.array(numbers, kind.value_type)
+    ends = np.cumsum([0, *map(len, cells)])
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), items, type=kind)
 
 
 def _parquet_finish(partial: BinaryIO, rows: int, whole: Path) -> None:
@@ -292,6 +341,8 @@ def _arrow_type(kind: Any) -> Any:
         return pa.list_(_arrow_type(kind[0]))
     if isinstance(kind, Mapping):
         return pa.struct({name: _arrow_type(item) for name, item in kind.items()})
+    if isinstance(kind, pa.DataType):
+        return kind
     types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
     types |= {"float32": pa.float32(), "int8": pa.int8(), "uint8": pa.uint8()}
     return types[kind]
@@ -385,12 +436,12 @@ class ResumableFile:
             self._save()
 
     def finish(self) -> None:
-        """Complete the file and give it its name."""
-        if not self._state.sizes:
-            raise InputError(f"{self.path}: there are no results to write")
+        """Complete the file, even without a row, and give it its name."""
         whole = Path(f"{self.path}.whole")
         partials = self._partials()
         with self._disk_errors():
+            if not self._state.sizes:
+                self._write([])
             whole.unlink(missing_ok=True)  # left by a kill, or foreign: not these rows
             self._format.finish(self._files[0], self._state.rows, whole)
             self._sync()
@@ -447,7 +498,7 @@ class ResumableFile:
         if not state.sizes:  # nothing is written yet
             heads = self._format.head(rows, self._shape, self._metadata)
             self._head = heads[0]
-        bodies = self._format.body(rows, self._head)
+        bodies = self._format.body(rows, self._head) if rows else [b"" for _ in self._files]
         for file, head, body in zip(self._files, heads, bodies, strict=True):
             file.seek(0, os.SEEK_END)
             file.write(head + body)

@@ -10,6 +10,9 @@ A text keeps its id: the value of an `id` column, or else its number in the file
 row without text is an error unless it may be skipped, because skipping it silently would shift
 every row after it.
 
+A csv file need not say what separates its cells: `delimited` guesses it from the first rows. Text
+is UTF-8, with or without a byte order mark, or UTF-16 with one, or what `CsvFormat` says.
+
 A folder saved by `datasets` is recognized by its `state.json`. A folder with splits (a
 `DatasetDict`) has one folder per split, so a split is named by its path, FOLDER/train; the only
 split of a folder needs no name. The library is an extra and slow to import, so it is imported only
@@ -23,18 +26,17 @@ layout of `Dataset.save_to_disk`: Arrow streams, listed in order by `state.json`
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from packhorse.data.delimited import CsvFormat, csv_cells, text_lines
 from packhorse.errors import InputError, MissingExtra
 
-LONGEST_CELL = 1 << 27  # characters; the csv module refuses cells over 131,072 by default
 ROWS_PER_READ = 1024
 BATCH_BYTES = 1 << 28  # memory that rows of a parquet file may take at once
 RATIO = 100  # largest accepted ratio of unpacked to packed bytes; text has 2 to 10
@@ -56,15 +58,6 @@ class TableRow:
 
     place: str
     cells: Mapping[str, Any]  # empty if the line is blank
-
-
-@dataclass(frozen=True, slots=True)
-class CsvFormat:
-    """What a csv or tsv file does not say about itself."""
-
-    quotes: bool = True  # False: quotes are text like any other character
-    # From the cells of the first row: names for the columns, or none if that row is the header.
-    names: Callable[[Sequence[str]], Sequence[str]] = lambda cells: ()
 
 
 # Rows --------------------------------------------------------------------------------------------
@@ -146,12 +139,12 @@ def _file_reader(
 
 
 def _txt_rows(stream: BinaryIO, name: str, form: CsvFormat) -> Iterator[TableRow]:
-    for place, line in _lines(stream, name):
+    for place, line in text_lines(stream, name, form):
         yield TableRow(place, {"text": line.rstrip("\r\n")})
 
 
 def _jsonl_rows(stream: BinaryIO, name: str, form: CsvFormat) -> Iterator[TableRow]:
-    for place, line in _lines(stream, name):
+    for place, line in text_lines(stream, name, form):
         if not line.strip():
             yield TableRow(place, {})
             continue
@@ -164,32 +157,22 @@ def _jsonl_rows(stream: BinaryIO, name: str, form: CsvFormat) -> Iterator[TableR
         yield TableRow(place, value if isinstance(value, dict) else {"text": value})
 
 
-def _csv_rows(
-    stream: BinaryIO, name: str, form: CsvFormat, delimiter: str = ","
-) -> Iterator[TableRow]:
-    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))
-    lines = (line for _, line in _lines(stream, name))
-    quoting = csv.QUOTE_MINIMAL if form.quotes else csv.QUOTE_NONE
-    rows = csv.reader(lines, delimiter=delimiter, strict=True, quoting=quoting)
+def _csv_rows(stream: BinaryIO, name: str, form: CsvFormat) -> Iterator[TableRow]:
     header: Sequence[str] = ()
-    try:
-        for cells in rows:
-            place = f"{name}, line {rows.line_num}"
+    for place, cells in csv_cells(stream, name, form):
+        if not header:
+            header = form.names(cells)
             if not header:
-                header = form.names(cells)
-                if not header:
-                    header = _distinct(cells, place)
-                    continue
-            if cells and len(cells) != len(header):
-                raise InputError(
-                    f"{place}: {len(cells)} cells, but {len(header)} columns"
-                    + ("" if form.quotes else " (quotes count as text here)")
-                )
-            # An empty line is a blank text where there is one column; elsewhere it is no row.
-            if cells or len(header) == 1:
-                yield TableRow(place, dict(zip(header, cells or [""], strict=True)))
-    except csv.Error as error:
-        raise InputError(f"{name}, line {rows.line_num}: not csv: {error}") from error
+                header = _distinct(cells, place)
+                continue
+        if cells and len(cells) != len(header):
+            raise InputError(
+                f"{place}: {len(cells)} cells, but {len(header)} columns"
+                + ("" if form.quote else " (quotes count as text here)")
+            )
+        # An empty line is a blank text where there is one column; elsewhere it is no row.
+        if cells or len(header) == 1:
+            yield TableRow(place, dict(zip(header, cells or [""], strict=True)))
 
 
 def _distinct(header: Sequence[str], place: str) -> Sequence[str]:
@@ -199,7 +182,7 @@ def _distinct(header: Sequence[str], place: str) -> Sequence[str]:
 
 
 def _tsv_rows(stream: BinaryIO, name: str, form: CsvFormat) -> Iterator[TableRow]:
-    return _csv_rows(stream, name, form, delimiter="\t")
+    return _csv_rows(stream, name, replace(form, delimiter=form.delimiter or "\t"))
 
 
 def _parquet_rows(path: Path, choose: ChooseColumns, form: CsvFormat) -> Iterator[TableRow]:
@@ -268,16 +251,6 @@ READERS: dict[str, Callable[[Path, ChooseColumns, CsvFormat], Iterator[TableRow]
     ".tsv": _file_reader(_tsv_rows),
     ".parquet": _parquet_rows,
 }
-
-
-def _lines(stream: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
-    """The place and the text of each line, with its line end; a byte order mark is skipped."""
-    for number, raw in enumerate(stream, 1):
-        place = f"{name}, line {number}"
-        try:
-            yield place, raw.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{place}: not UTF-8 (byte {error.start}); convert it") from error
 
 
 @contextmanager
@@ -378,12 +351,19 @@ def _one_line(error: Exception) -> str:
 # Texts -------------------------------------------------------------------------------------------
 
 
+ALL_COLUMNS = "all columns"
+# Columns of the input that a record keeps beside its text: new names by the column's own.
+Kept = Mapping[str, str] | str
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One text, or a pair from two columns, and its id."""
 
     id: int | str
     text: Text
+    number: int = field(default=0, compare=False)  # of the row, counted from 0, empty ones too
+    cells: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)  # that are kept
 
 
 def read_texts(
@@ -392,13 +372,17 @@ def read_texts(
     *,
     pair: bool = False,
     skip_empty: bool = False,
+    keep_empty: bool = False,
+    keep: Kept | None = None,
+    form: CsvFormat | None = None,
 ) -> Iterator[Record]:
     """Read the texts of a file or `Dataset` lazily; `-` is standard input, one text per line.
 
     column: the column with the text; two columns make pairs. Default: `text`, or the only column
     there is (of a `Dataset`: the only one that holds text).
     pair: each text is two, separated by a tab. skip_empty: skip rows without text; their numbers
-    are then missing from the ids.
+    are then missing from the ids. keep_empty: such a row is a text like any other.
+    keep: columns that the records have as `cells`, `ALL_COLUMNS` or their new names by the old.
     """
     columns = [column] if isinstance(column, str) else list(column or ())
     if len(columns) > 2 or (columns and pair):
@@ -413,24 +397,51 @@ def read_texts(
         columns = _default_column(text_columns(source))
 
     def choose(available: Sequence[str], place: str) -> list[str]:
-        chosen = list(_choose_columns(available, columns, place))
-        if "id" in available and "id" not in chosen:
-            chosen.append("id")
-        return chosen
+        if keep == ALL_COLUMNS:
+            _choose_columns(available, columns, place)  # refuses what is not there
+            return list(available)
+        chosen = [*_choose_columns(available, columns, place), *kept_names(available, keep, place)]
+        return [name for name in available if name == "id" or name in chosen]
 
-    for number, row in enumerate(read_rows(source, choose, name=name)):
+    kept: Mapping[str, str] | None = None
+    for number, row in enumerate(read_rows(source, choose, form, name=name)):
         text: Text = ""
         if row.cells:
             text = text_of(row, _choose_columns(list(row.cells), columns, row.place))
-        if is_blank(text):
+        if is_blank(text) and not keep_empty:
             if skip_empty:
                 continue
-            raise InputError(f"{row.place}: the text is empty; remove it or pass --skip-empty")
+            raise InputError(
+                f"{row.place}: the text is empty; remove it or pass --skip-empty or --keep-empty"
+            )
+        if keep == ALL_COLUMNS:  # a line of JSON may have columns that others have not
+            cells = {name: cell for name, cell in row.cells.items() if name != "id"}
+        else:
+            if kept is None:
+                kept = kept_names(list(row.cells), keep, row.place)
+            cells = {new: row.cells.get(old) for old, new in kept.items()}
         identity = row.cells.get("id")
         yield Record(
-            id=number if identity is None else _identity(identity, row.place),
-            text=split_pair(text, row.place) if pair else text,
+            number if identity is None else _identity(identity, row.place),
+            split_pair(text, row.place) if pair else text,
+            number,
+            cells,
         )
+
+
+def kept_names(available: Sequence[str], keep: Kept | None, place: str) -> dict[str, str]:
+    """The new names of the columns that are kept, by their own; one that is not there is refused.
+
+    The id is not among them: records have it anyway.
+    """
+    if keep is None:
+        return {}
+    names = {name: name for name in available} if isinstance(keep, str) else keep
+    for name in names:
+        if name not in available:
+            known = ", ".join(map(repr, available)) or "none"
+            raise InputError(f"{place}: there is no column {name!r} to keep; there are: {known}")
+    return {name: new for name, new in names.items() if name != "id"}
 
 
 def as_texts(texts: Any) -> Any:

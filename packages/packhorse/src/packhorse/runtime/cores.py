@@ -192,6 +192,12 @@ def _can_divide_threads() -> bool:
     return True
 
 
+def share_threads(users: int) -> None:
+    """Have this thread's products run on its part of the threads, where several use them all."""
+    if users > 1 and _can_divide_threads():
+        _use_threads(max(1, torch.get_num_threads() // users))
+
+
 def _use_threads(count: int) -> None:
     """Have this thread's products run on so many threads, without a change for other threads.
 

@@ -25,8 +25,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from packhorse.data.delimited import CsvFormat
 from packhorse.data.tables import (
-    CsvFormat,
     TableRow,
     TableSource,
     Text,
@@ -182,7 +182,7 @@ def _csv_format(source: TableSource, layout: TableLayout) -> CsvFormat:
             return COLA
         return STSB if len(first) == len(STSB) and _number(first[2]) is not None else ()
 
-    return CsvFormat(quotes, names)
+    return CsvFormat(quote='"' if quotes else "", names=names)
 
 
 def _text_columns(available: Sequence[str], layout: TableLayout, place: str) -> tuple[str, ...]:

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from packhorse.data.tables import CsvFormat, TableRow, read_rows
+from packhorse.data.delimited import CsvFormat
+from packhorse.data.tables import TableRow, read_rows
 from packhorse.data.tasks.squad import SquadQuestion, read_squad
 from packhorse.errors import InputError
 
@@ -88,7 +89,7 @@ def _read_beir(folder: Path, split: str | None) -> Collection:
     queries = dict(_read_texts(folder / QUERIES))
     path = _judgments_path(folder, split)
     judgments: dict[str, dict[str, int]] = {}
-    for row in read_rows(path, lambda available, place: COLUMNS, CsvFormat(quotes=False)):
+    for row in read_rows(path, lambda available, place: COLUMNS, CsvFormat(quote="")):
         query, document, grade = _judgment(row)
         if query not in queries:
             raise InputError(f"{row.place}: {query!r:.80} is not in {folder / QUERIES}")
