@@ -107,6 +107,20 @@ def classified(logits: np.ndarray, labels: Sequence[str], problem: str) -> Class
     return Classified(labels[order[0]], float(scores[order[0]]), by_score)
 
 
+def classified_rows(logits: np.ndarray, labels: Sequence[str], problem: str) -> list[Classified]:
+    """[n, C] logits of texts to the same as `classified` has for each of them."""
+    if problem == "regression":
+        return [Classified(labels[0], score, {labels[0]: score}) for score in logits[:, 0].tolist()]
+    scores = SCORES[problem](logits)
+    order = np.argsort(-scores, axis=1, kind="stable")
+    names = np.array(labels, object)[order].tolist()
+    ordered = np.take_along_axis(scores, order, axis=1).tolist()
+    return [
+        Classified(own[0], values[0], dict(zip(own, values, strict=True)))
+        for own, values in zip(names, ordered, strict=True)
+    ]
+
+
 def activated(logits: np.ndarray, activation: str) -> list[float]:
     """[n] logits of documents to scores, by an activation of torch's that is named."""
     if activation not in ACTIVATIONS:

@@ -19,7 +19,8 @@ from packhorse.model import retrieval
 from packhorse.model.retrieval import Splade
 from packhorse.packing.batch import Packed
 from packhorse.results import SparseVector
-from packhorse.runtime.encoder import SPARSE_PER_BATCH, Encoder
+from packhorse.runtime.bulk import MOST_SPARSE
+from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.runner import PackRunner
 
 from . import retrieval_models as models
@@ -197,10 +198,10 @@ def test_lists_hold_only_words_with_a_weight(
         return backend(packed, heads, at)
 
     encoder = replace(ours, backend=count, budget=100_000)
-    texts = ["mule"] * (2 * SPARSE_PER_BATCH + 1)
+    texts = ["mule"] * (2 * MOST_SPARSE + 1)
     sequences = encoder.tokenizer.encode(texts)
     rows = encoder.run(sequences, "sparse")
-    assert sizes == [SPARSE_PER_BATCH, SPARSE_PER_BATCH, 1]
+    assert sizes == [MOST_SPARSE, MOST_SPARSE, 1]
     assert {row[0].dtype.names for row in rows} == {("index", "weight")}
     encoder.run(sequences, "mlm")
     assert sizes[3:] == [len(texts)], "the control"

@@ -146,7 +146,7 @@ def _multi(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) ->
 
 def _classify(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
     results = encoder.classify(texts, max_length=options.max_length, progress=options.progress)
-    return [asdict(result) for result in results]
+    return [{"label": r.label, "score": r.score, "scores": r.scores} for r in results]
 
 
 def _rerank(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:

@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_array  # pyright: ignore[reportMissingTypeStubs]
 
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}  # by device type
-# In a batch of sparse vectors: each has a number per word of the vocabulary until it is read.
-SPARSE_PER_BATCH = 512
 OUTPUTS = ("embed", "sparse", "multi")  # that `Encoder.outputs` can return together
 
 
@@ -276,6 +274,20 @@ class Encoder:
         another way, and takes the model's prompt of that name; `prompt` names another. `top_k`
         keeps the heaviest words of each text. Of a text in chunks a word has its largest weight.
         """
+        texts = as_texts(texts)
+        settings = self.sparse_settings
+        has_model = settings is not None and not (query and settings.query_weights is not None)
+        if has_model and bulk.serves(self, texts, long):
+            return bulk.sparse(
+                self,
+                texts,
+                query=query,
+                prompt=prompt,
+                top_k=top_k,
+                max_length=max_length,
+                warn=long is None,
+                progress=progress,
+            )
         jobs = self.prepare(
             "sparse",
             texts,
@@ -313,6 +325,20 @@ class Encoder:
         `query` says that the texts are queries: those of a ColBERT are marked and filled up with
         mask tokens, and documents are without punctuation. `results.maxsim` compares both.
         """
+        texts = as_texts(texts)
+        settings = self.multi_settings
+        side = settings and (settings.query if query else settings.document)
+        is_plain = side is not None and side.filler is None
+        if is_plain and self.tokenizer.starts_special and bulk.serves(self, texts, long):
+            return bulk.multi(
+                self,
+                texts,
+                query=query,
+                prompt=prompt,
+                max_length=max_length,
+                warn=long is None,
+                progress=progress,
+            )
         jobs = self.prepare(
             "multi", texts, query=query, prompt=prompt, max_length=max_length, long=long
         )
@@ -371,6 +397,17 @@ class Encoder:
         `problem` says how logits become scores, if not as the model's configuration says; see
         `results.classified`.
         """
+        texts = as_texts(texts)
+        if bulk.serves(self, texts, long, pairs=True):
+            logits = bulk.logits(
+                self,
+                texts,
+                "classify",
+                max_length=max_length,
+                warn=long is None,
+                progress=progress,
+            )
+            return results.classified_rows(logits, self.labels, problem or self.problem)
         jobs = self.prepare("classify", texts, max_length=max_length, long=long, problem=problem)
         return self._finish(jobs, progress)
 
@@ -390,6 +427,19 @@ class Encoder:
         Scores are those of sentence-transformers' CrossEncoder: logits after the activation that
         the model's folder names, by default a sigmoid. With `raw` they are the logits.
         """
+        documents = as_texts(documents)
+        pairs = [(query, document) for document in documents]
+        if "classify" in self.heads and bulk.serves(self, pairs, long, pairs=True):
+            tasks.check_one_label(self)
+            logits = bulk.logits(
+                self,
+                pairs,
+                "rerank",
+                max_length=max_length,
+                warn=long is None,
+                progress=progress,
+            )
+            return tasks.ranking(self, logits[:, 0].astype(np.float64), documents, top_k, raw)
         jobs = self.prepare(
             "rerank",
             [query],
@@ -549,7 +599,7 @@ class Encoder:
         Results are read one batch late, after the next was launched: an accelerator never waits.
         """
         previous: tuple[list[int], LaunchedBatch] | None = None
-        most = SPARSE_PER_BATCH if "sparse" in heads else 0
+        most = bulk.MOST_SPARSE if "sparse" in heads else 0
         lengths = [len(sequence) for sequence in sequences]
         for selected in batches.by_tokens(lengths, self.budget, most):
             indices: list[int] = selected.tolist()

@@ -486,12 +486,8 @@ def _sparse(
     max_length: int | None = None,
     long: Long | None = None,
 ) -> list[InferenceJob]:
-    settings = model.sparse_settings
-    if settings is None:
-        raise CheckpointError(f"{model.name} has no settings for sparse vectors")
-    if top_k is not None and top_k < 1:
-        raise InputError(f"top_k is {top_k}; keep at least 1 word of each text")
-    texts = prompted(model, texts, _side_prompt(model, texts, query, prompt))
+    settings = sparse_settings(model, top_k)
+    texts = prompted(model, texts, side_prompt(model, texts, query, prompt))
     weights = settings.query_weights if query else None
     if weights is not None:
         return _weighed(model, texts, weights, top_k, max_length, long)
@@ -507,6 +503,16 @@ def _sparse(
         return InferenceJob(sequences, (settings.head,), vector)
 
     return list(map(job, _sequences(model, texts, max_length, long)))
+
+
+def sparse_settings(model: TaskModel, top_k: int | None) -> SparseSettings:
+    """Return the model's settings for sparse vectors; raise if there are none."""
+    check_head(model, TASKS["sparse"])
+    if model.sparse_settings is None:
+        raise CheckpointError(f"{model.name} has no settings for sparse vectors")
+    if top_k is not None and top_k < 1:
+        raise InputError(f"top_k is {top_k}; keep at least 1 word of each text")
+    return model.sparse_settings
 
 
 def _heaviest(chunks: Sequence[np.ndarray]) -> SparseVector:
@@ -576,7 +582,7 @@ def _constant(value: Any, rows: Sequence[Row]) -> Any:
     return value
 
 
-def _side_prompt(
+def side_prompt(
     model: TaskModel, texts: Sequence[TaskInput], query: bool, prompt: str | None
 ) -> str | None:
     """The name of the prompt before queries or documents: the model's own, unless one is named."""
@@ -594,15 +600,25 @@ def _multi(
     max_length: int | None = None,
     long: Long | None = None,
 ) -> list[InferenceJob]:
-    settings = model.multi_settings
-    if settings is None:
-        raise CheckpointError(f"{model.name} has no settings for vectors of tokens")
+    settings, side, _ = multi_side(model, query, max_length)
     encoded = _token_side(model, settings, texts, query, prompt, max_length, long)
-    side = settings.query if query else settings.document
     return [
         InferenceJob((sequence,), ("multi",), partial(_kept, settings, side, sequence))
         for sequence in encoded
     ]
+
+
+def multi_side(
+    model: TaskModel, query: bool, max_length: int | None
+) -> tuple[MultiSettings, TokenSide, int]:
+    """Return the settings for vectors of tokens, those of this side, and its limit of tokens."""
+    check_head(model, TASKS["multi"])
+    settings = model.multi_settings
+    if settings is None:
+        raise CheckpointError(f"{model.name} has no settings for vectors of tokens")
+    side = settings.query if query else settings.document
+    limit = length_limit(model, max_length)
+    return settings, side, min(limit, side.length or limit)
 
 
 def _token_side(
@@ -617,11 +633,9 @@ def _token_side(
     """Queries or documents with the tokens that tell them apart, and queries filled up."""
     if long == "chunk":
         raise InputError('vectors of tokens are not made in chunks; use long="truncate"')
-    texts = prompted(model, texts, _side_prompt(model, texts, query, prompt))
+    texts = prompted(model, texts, side_prompt(model, texts, query, prompt))
     texts = _single(cast("Sequence[Text]", texts), "multi")
-    side = settings.query if query else settings.document
-    limit = length_limit(model, max_length)
-    limit = min(limit, side.length or limit)
+    _, side, limit = multi_side(model, query, max_length)
     marked = side.marker is not None
     encoded = _sequences(model, texts, limit - marked, long, depth=7)
     return [_filled_up(sequence, side, settings, limit) for (sequence,) in encoded]
@@ -714,28 +728,40 @@ def _rerank(
             max_length,
             long,
         )
-    if len(model.labels) != 1:
-        raise CheckpointError(
-            f"rerank needs a head with one output, but {model.name} classifies into "
-            f"{len(model.labels)} labels; load a cross-encoder"
-        )
+    check_one_label(model)
     documents = as_texts(documents)
     pairs = [(query, document) for query in queries for document in documents]
     sequences = iter([sequence for (sequence,) in _sequences(model, pairs, max_length, long)])
 
     def ranked(rows: Sequence[Row]) -> list[Ranked]:
         logits = np.array([row[0] for (row,) in rows], np.float64)
-        ranking = results.ranked(logits, documents, top_k)
-        if raw:
-            return ranking
-        kept = logits[[document.index for document in ranking]]
-        scores = results.activated(kept, model.score_activation)
-        return [replace(rank, score=score) for rank, score in zip(ranking, scores, strict=True)]
+        return ranking(model, logits, documents, top_k, raw)
 
     return [
         InferenceJob(tuple(islice(sequences, len(documents))), ("classify",), ranked)
         for _ in queries
     ]
+
+
+def check_one_label(model: TaskModel) -> None:
+    """Raise if the model's classifier is not one for reranking."""
+    if len(model.labels) != 1:
+        raise CheckpointError(
+            f"rerank needs a head with one output, but {model.name} classifies into "
+            f"{len(model.labels)} labels; load a cross-encoder"
+        )
+
+
+def ranking(
+    model: TaskModel, logits: np.ndarray, documents: Sequence[str], top_k: int | None, raw: bool
+) -> list[Ranked]:
+    """Return documents in the order of their logits, with scores unless these are wanted `raw`."""
+    order = results.ranked(logits, documents, top_k)
+    if raw:
+        return order
+    kept = logits[[document.index for document in order]]
+    scores = results.activated(kept, model.score_activation)
+    return [replace(rank, score=score) for rank, score in zip(order, scores, strict=True)]
 
 
 def _answer(
@@ -1002,7 +1028,7 @@ def task_prompt(
 ) -> str:
     """Return what a task puts before these texts; empty if nothing."""
     if task in ("sparse", "multi"):
-        prompt = _side_prompt(model, texts, query, prompt)
+        prompt = side_prompt(model, texts, query, prompt)
     if task in ("embed", "sparse", "multi"):
         return _prompt(model, texts, prompt) or ""
     return (prompt_text(model, prompt) or "") if prompt is not None else ""

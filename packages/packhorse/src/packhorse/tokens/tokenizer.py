@@ -115,21 +115,44 @@ class _Template(NamedTuple):
     special: tuple[bool, ...]
     places: tuple[int, ...]  # of each text among the pieces
 
-    def flat(self, encodings: Sequence[Encoding]) -> FlatEncodings:
-        """The same sequences, each of one text, in a few arrays."""
-        sizes = np.fromiter(map(len, encodings), np.int64, len(encodings))
-        ids = np.concatenate([NO_TOKENS.ids, *(encoding.ids for encoding in encodings)])
-        truncated = sum(bool(encoding.truncated) for encoding in encodings)
-        return FlatEncodings(ids, self.flat_types(sizes), _bounds(sizes), truncated)
-
-    def flat_types(self, sizes: np.ndarray) -> np.ndarray | None:
-        """Token types of sequences of these sizes, each of one text; None if all are 0."""
+    def flat_types(self, *sizes: np.ndarray) -> np.ndarray | None:
+        """Token types of sequences whose texts have these sizes; None if all are 0."""
         if not any(self.types):
             return None
-        counts = np.ones((len(sizes), len(self.types)), np.int64)
-        (place,) = self.places
-        counts[:, place] = sizes - (len(self.types) - 1)
-        return np.tile(np.array(self.types, np.uint8), len(sizes)).repeat(counts.ravel())
+        counts = self.counts(*sizes)
+        return np.tile(np.array(self.types, np.uint8), len(counts)).repeat(counts.ravel())
+
+    def counts(self, *sizes: np.ndarray) -> np.ndarray:
+        """[n, pieces] the tokens of each piece, where the texts have these sizes."""
+        counts = np.ones((len(sizes[0]), len(self.pieces)), np.int64)
+        counts[:, self.places] = np.stack(sizes, axis=1)
+        return counts
+
+    def marked(self, marker: int) -> "_Template":
+        """The template with one more special token, behind its first."""
+        return _Template(
+            (self.pieces[0], _special(marker), *self.pieces[1:]),
+            (self.types[0], 0, *self.types[1:]),
+            (self.special[0], True, *self.special[1:]),
+            tuple(place + 1 for place in self.places),
+        )
+
+    def join(self, *texts: tuple[np.ndarray, np.ndarray, np.ndarray]) -> np.ndarray:
+        """The ids of all sequences: of each text the ids, where they begin and how many count."""
+        counts = self.counts(*(sizes for _, _, sizes in texts))
+        starts = _bounds(counts.ravel())
+        ids = np.empty(int(starts[-1]), np.int32)
+        starts = starts[:-1].reshape(counts.shape)
+        for place, piece in enumerate(self.pieces):
+            if isinstance(piece, int):
+                source, begins, sizes = texts[piece]
+                within = np.arange(int(sizes.sum())) - np.repeat(_bounds(sizes)[:-1], sizes)
+                ids[np.repeat(starts[:, place], sizes) + within] = source[
+                    np.repeat(begins, sizes) + within
+                ]
+            else:
+                ids[starts[:, place]] = piece.ids[0]
+        return ids
 
 
 class _Cut(NamedTuple):
@@ -247,40 +270,98 @@ class Tokenizer:
             for i, (tokens, room) in enumerate(zip(tokenized, rooms, strict=True))
         ]
 
-    def encode_flat(self, texts: Sequence[str], max_length: int | None = None) -> FlatEncodings:
-        """Encode texts as `encode` does, into a few arrays and without offsets.
+    def encode_flat(
+        self, texts: Sequence[Text], max_length: int | None = None, marker: int | None = None
+    ) -> FlatEncodings:
+        """Encode texts, or pairs, as `encode` does, into a few arrays and without offsets.
 
-        Where `wordpiece` is enough for a text, no Python code runs for it alone.
+        Where `wordpiece` is enough for a text, no Python code runs for it alone. A `marker` is a
+        token more, behind the special one that every sequence must begin with.
         """
-        template = self._templates[False]
-        room = self._room(False, max_length)
+        pair = len(texts) > 0 and not isinstance(texts[0], str)
+        template = self._templates[pair]
+        if marker is not None:
+            template = template.marked(marker)
+        room = self._room(pair, max_length)
         if self._ascii is None:
-            return template.flat(self.encode(texts, max_length))
+            others = np.ones(len(texts), bool)
+            counts = tuple(np.zeros(len(texts), np.int64) for _ in template.places)
+            ids, truncated = NO_TOKENS.ids, 0
+        else:
+            tokenize = self._flat_pairs if pair else self._flat_texts
+            ids, counts, truncated = tokenize(self._ascii, texts, template, room)
+            others = counts[0] < 0
+        if not others.any():
+            sizes = template.counts(*counts).sum(axis=1)
+            return FlatEncodings(ids, template.flat_types(*counts), _bounds(sizes), truncated)
+        try:
+            rest = self.encode([texts[i] for i in others.nonzero()[0].tolist()], max_length)
+        except InputError:
+            self.encode(texts, max_length)  # raises with the right number of the text
+            raise
+        for number, count in enumerate(counts):
+            spans = [encoding.spans[number] for encoding in rest]
+            count[others] = [span.stop - span.start for span in spans]
+        sizes = template.counts(*counts).sum(axis=1)
+        by_library = np.repeat(others, sizes)
+        merged = np.empty(len(by_library), np.int32)
+        merged[~by_library] = ids
+        encoded = [encoding.ids for encoding in rest]
+        if marker is not None:
+            encoded = [np.insert(sequence, 1, marker) for sequence in encoded]
+        merged[by_library] = np.concatenate(encoded)
+        truncated += sum(bool(encoding.truncated) for encoding in rest)
+        return FlatEncodings(merged, template.flat_types(*counts), _bounds(sizes), truncated)
+
+    def _flat_texts(
+        self, ascii: AsciiWordPiece, texts: Sequence[Any], template: _Template, room: int
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...], int]:
+        """The sequences of texts end to end, the tokens of each text, and how many were cut.
+
+        A text that needs the library has -1 tokens and is left out.
+        """
         (place,) = template.places
         special = [piece.ids[0] for piece in template.pieces if not isinstance(piece, int)]
-        ids, sizes, cut = self._ascii.sequences(
+        ids, sizes, cut = ascii.sequences(
             texts,
             before=special[:place],
             after=special[place:],
             room=room,
-            longest=SPARE_CHARS + room * CHARS_PER_TOKEN[0],  # `encode` cuts longer texts first
+            longest=_longest(room),
         )
-        others = sizes < 0
-        truncated = int(cut.sum())
-        if others.any():
-            try:
-                rest = self.encode([texts[i] for i in others.nonzero()[0].tolist()], max_length)
-            except InputError:
-                self.encode(texts, max_length)  # raises with the right number of the text
-                raise
-            sizes[others] = [len(encoding) for encoding in rest]
-            merged = np.empty(int(sizes.sum()), np.int32)
-            by_library = np.repeat(others, sizes)
-            merged[~by_library] = ids
-            merged[by_library] = np.concatenate([encoding.ids for encoding in rest])
-            ids = merged
-            truncated += sum(bool(encoding.truncated) for encoding in rest)
-        return FlatEncodings(ids, template.flat_types(sizes), _bounds(sizes), truncated)
+        counts = np.where(sizes < 0, -1, sizes - len(special))
+        return ids, (counts,), int(cut.sum())
+
+    def _flat_pairs(
+        self, ascii: AsciiWordPiece, pairs: Sequence[Any], template: _Template, room: int
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...], int]:
+        """As `_flat_texts`, of pairs: both texts are tokenized whole, then cut."""
+        whole = [
+            ascii.sequences(
+                [pair[number] for pair in pairs],
+                before=(),
+                after=(),
+                room=NO_LIMIT,
+                longest=_longest(room),
+            )
+            for number in range(2)
+        ]
+        known = (whole[0].sizes >= 0) & (whole[1].sizes >= 0)
+        first, second = (text.sizes[known] for text in whole)
+        over = first + second > room
+        # As `_first_share`: the longer text loses first.
+        shorter = np.minimum(np.minimum(first, second), room // 2)
+        share = np.where(first <= second, shorter, room - shorter)
+        kept = np.where(over, share, first), np.where(over, room - share, second)
+        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        counts: list[np.ndarray] = []
+        for text, size in zip(whole, kept, strict=True):
+            begins = _bounds(text.sizes.clip(0))[:-1]
+            parts.append((text.ids, begins[known], size))
+            count = np.full(len(pairs), -1)
+            count[known] = size
+            counts.append(count)
+        return template.join(*parts), tuple(counts), int(over.sum())
 
     def windows(
         self, texts: Sequence[Text], max_length: int | None = None, stride: int | None = 0
@@ -369,6 +450,11 @@ class Tokenizer:
             ],
             bool,
         )
+
+    @property
+    def starts_special(self) -> bool:
+        """Whether every sequence begins with a special token."""
+        return all(template.special[0] for template in self._templates)
 
     def specials_per(self, pair: bool) -> int:
         """The number of special tokens in a sequence."""
@@ -638,6 +724,11 @@ def _fit(
         _truncated(tokens[0], share, on_long),
         _truncated(tokens[1], room - share, on_long),
     ]
+
+
+def _longest(room: int) -> int:
+    """Characters of a text that `_cut` leaves whole."""
+    return SPARE_CHARS + room * CHARS_PER_TOKEN[0]
 
 
 def _truncated(tokens: _TokenizedText, size: int, on_long: OnLong) -> _TokenizedText:
