@@ -169,6 +169,9 @@ def write_texts(home: Path) -> None:
         (home / name).write_text("\n".join(sentences[:5]) + "\n")
     lines = (json.dumps({"text": sentence}) for sentence in sentences)
     (home / "texts.jsonl").write_text("\n".join(lines) + "\n")
+    reviews = ["review;stars", *(f"Caf\u00e9: {sentence};5" for sentence in sentences)]
+    (home / "reviews.csv").write_text("\n".join(reviews) + "\n", "cp1252")
+    (home / "dump.tsv").write_text('text\tn\n5" of rain\t1\n')
     pages = "".join(
         f"<page><title>A {i}</title><ns>0</ns><id>{i}</id><revision><id>1</id>"
         f"<text>{' '.join(document.splitlines())}</text></revision></page>"

@@ -32,8 +32,10 @@ def test_both_libraries_in_one_run(
     peer = ("--peers", "sentence-transformers", "--note", note, "--json")
     result = cli("bench", output, *flags, *peer)
     assert result.code == 0, result.err
-    ours, theirs = result.document["rows"]
-    assert (ours["engine"], theirs["engine"]) == ("packhorse", "sentence-transformers")
+    ours, by_text, theirs = result.document["rows"]
+    engines = [row["engine"] for row in result.document["rows"]]
+    assert engines == ["packhorse", "packhorse, text by text", "sentence-transformers"]
+    assert by_text["difference"] == 0 and by_text["times_ours"] > 0
     assert ours["times_ours"] == 1 and theirs["texts_per_second"] > 0
     assert theirs["difference"] < 1e-5 and "| packhorse" in note.read_text()
     if side:

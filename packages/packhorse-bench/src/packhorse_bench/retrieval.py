@@ -1,7 +1,8 @@
 """`packhorse bench sparse` and `bench multi`: sparse vectors and vectors of tokens, beside peers.
 
 Every engine gets the whole list in one call of its own interface, tokenizing and all, and returns
-what its users get: ours a CSR matrix or a list of arrays, the peers' sparse tensors or lists.
+what its users get: ours a CSR matrix or a list of arrays, the peers' sparse tensors or lists. Ours
+has a second row, "text by text": the same model with an object for each text, as servers need it.
 sentence-transformers and PyLate sort and batch by themselves. All are timed in rounds of one pass
 each, and outputs are compared with ours in fp32.
 
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -31,6 +33,7 @@ from packhorse.checkpoint import configuration, hf
 from packhorse.errors import InputError
 from packhorse.reports.padded import silence_libraries
 from packhorse.reports.random_model import CONFIGS
+from packhorse.results import csr
 from packhorse.runtime.loading import load
 from packhorse.tokens import Tokenizer
 from packhorse_bench import peers
@@ -38,6 +41,7 @@ from packhorse_bench import peers
 Output = Literal["sparse", "multi"]
 Progress = Callable[[int, int], None]
 OURS = "packhorse"
+BY_TEXT = "packhorse, text by text"
 PEERS: dict[str, tuple[str, ...]] = {
     "sparse": ("sentence-transformers",),
     "multi": ("sentence-transformers", "pylate"),
@@ -118,7 +122,11 @@ def measure(request: RetrievalRequest, progress: Progress | None = None) -> Retr
         exact = _plain(ours(), request.output)
         if request.dtype != "fp32":
             exact = _plain(_ours(load(folder, device=device), request)(), request.output)
-        trials = [_RetrievalTrial(OURS, ours, exact)]
+        by_text = _ours_by_text(encoder, request)
+        trials = [
+            _RetrievalTrial(OURS, ours, exact),
+            _RetrievalTrial(BY_TEXT, by_text, _plain(by_text(), request.output)),
+        ]
         failures: list[RetrievalRow] = []
         for name in names:
             try:
@@ -155,10 +163,10 @@ def _check(request: RetrievalRequest) -> None:
 
 def _row(trial: _RetrievalTrial, ours: _RetrievalTrial, exact: Any, texts: int) -> RetrievalRow:
     seconds = median(trial.seconds)
-    name = "packhorse" if trial.engine == OURS else trial.engine
+    is_ours = trial.engine in (OURS, BY_TEXT)
     return RetrievalRow(
-        engine=name,
-        version=__version__ if trial.engine == OURS else version(trial.engine),
+        engine=trial.engine,
+        version=__version__ if is_ours else version(trial.engine),
         texts_per_second=texts / seconds,
         slowest=texts / max(trial.seconds),
         fastest=texts / min(trial.seconds),
@@ -178,6 +186,20 @@ def _difference(output: Any, exact: Any) -> float:
 def _ours(encoder: Any, request: RetrievalRequest) -> Run:
     method = encoder.sparse if request.output == "sparse" else encoder.multi
     return lambda: method(request.texts, query=request.as_query, long="truncate")
+
+
+def _ours_by_text(encoder: Any, request: RetrievalRequest) -> Run:
+    def run() -> Any:
+        options = {"query": request.as_query, "long": "truncate"}
+        jobs = encoder.prepare(request.output, list(request.texts), **options)
+        sequences = [sequence for job in jobs for sequence in job.sequences]
+        rows = iter(encoder.run(sequences, *jobs[0].heads))
+        answers = [job.finish(list(islice(rows, len(job.sequences)))) for job in jobs]
+        if request.output == "multi":
+            return answers
+        return csr(answers, encoder.sparse_settings.width)
+
+    return run
 
 
 def _open(name: str, folder: Path, request: RetrievalRequest, device: torch.device) -> Run:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ import pytest
 from pyarrow import parquet
 
 import packhorse
+
+from ..runtime import retrieval_models
 
 pytestmark = pytest.mark.machine
 
@@ -367,9 +370,17 @@ def test_two_devices_are_killed_and_go_on(cli: Cli, tiny: Tiny, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".parquet"])
-@pytest.mark.parametrize("precision", ["float32", "int8", "ubinary"])
-@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+@pytest.mark.parametrize(
+    ("suffix", "precision", "devices"),
+    [
+        (".npy", "float32", "cpu,cpu"),
+        (".npy", "int8", "cpu"),
+        (".jsonl", "ubinary", "cpu,cpu"),
+        (".jsonl", "float32", "cpu"),
+        (".parquet", "float32", "cpu,cpu"),
+        (".parquet", "binary", "cpu"),
+    ],
+)
 def test_kills_at_many_moments(
     suffix: str, precision: str, devices: str, cli: Cli, tiny: Tiny, tmp_path: Path
 ) -> None:
@@ -381,9 +392,11 @@ def test_kills_at_many_moments(
     kill_and_resume(cli, command, tmp_path / f"killed{suffix}", delays)
 
 
-@pytest.mark.parametrize("task", ["classify", "label", "fill", "hidden"])
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "suffix"),
+    [("classify", ".parquet"), ("label", ".jsonl"), ("fill", ".parquet"), ("hidden", ".parquet")],
+)
 def test_kills_of_other_tasks(task: str, suffix: str, cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     head = {"hidden": "embed", "fill": "mlm", "label": "tokens"}.get(task, task)
     path = numbered(tmp_path / "in.jsonl", 1000, seed=task)
@@ -392,6 +405,20 @@ def test_kills_of_other_tasks(task: str, suffix: str, cli: Cli, tiny: Tiny, tmp_
     command = ["run", "--task", task, "-m", tiny(head), "--input", path, "--chunk", "8"]
     command += ["--devices", "cpu,cpu"]
     kill_and_resume(cli, command, tmp_path / f"killed{suffix}", [0.03, 0.1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".npz", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("task", ["sparse", "multi"])
+def test_kills_of_sparse_and_multi(suffix: str, task: str, cli: Cli, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("sentence_transformers")
+        base = retrieval_models.bert(tmp_path / "base", "BertModel")
+        retrieval_models.m3(base, tmp_path / "m3")
+    path = numbered(tmp_path / "in.jsonl", 600, seed=task)
+    command = ["run", "--task", task, "-m", tmp_path / "m3", "--input", path, "--chunk", "8"]
+    kill_and_resume(cli, command, tmp_path / f"killed{suffix}", [0.02, 0.1])
 
 
 def test_ctrl_c_ends_it_between_batches(tiny: Tiny, tmp_path: Path) -> None:
