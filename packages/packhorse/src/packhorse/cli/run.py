@@ -152,7 +152,8 @@ def _read_records(texts: Sequence[str], flags: RunFlags) -> Iterable[Record]:
         records = _argument_records(texts or [DEFAULT_TEXT], flags)
         prepare_texts(flags.task, [record.text for record in records], flags.query)
         return records
-    hub.resolve(flags.checkpoint or flags.model)  # before it waits for a slow pipe
+    if flags.input == "-":
+        hub.resolve(flags.checkpoint or flags.model)  # before it waits for a slow pipe
     stream = read_texts(
         flags.input,
         flags.column,

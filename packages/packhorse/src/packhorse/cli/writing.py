@@ -63,8 +63,9 @@ def write(
     }
     file = ResumableFile(
         out,
-        {**_kept_types(flags), **TASKS[flags.task].shape(encoder, flags.task_options)},
+        TASKS[flags.task].shape(encoder, flags.task_options),
         settings,
+        kept=partial(_kept_types, flags),
         metadata=_metadata(encoder, fingerprint, flags),
         overwrite=flags.overwrite,
     )
@@ -114,13 +115,14 @@ def write_calibration(
         raise InputError(f"{path} exists already; pass --overwrite to replace it")
     extremes: list[np.ndarray] = []
     rows = 0
+    total = _RowCount(flags)
     facts = {"model": encoder.name, "device": str(encoder.device)}
     with progress(f"calibrating {path}", counts="sequences", facts=facts) as advance:
         for chunk in _chunks(records, flags.chunk or _default_chunk(encoder, flags.task), skip=0):
             vectors = np.stack([row["vector"] for row in _encode_chunk(chunk, encoder, flags)])
             extremes += [vectors.min(axis=0), vectors.max(axis=0)]
             rows += len(vectors)
-            advance(rows, 0)
+            advance(rows, total.at_least(rows))
     if rows < FEW_VECTORS:
         note(f"warning: {rows} texts calibrate badly; take a few thousand like those to embed")
     ranges = np.stack([np.min(extremes, axis=0), np.max(extremes, axis=0)]).astype(np.float32)
@@ -255,8 +257,6 @@ def _kept_types(flags: RunFlags) -> dict[str, Any]:
         return {}
     if not flags.input:
         return {new: str for new in kept_names(["text"], flags.kept, "the texts").values()}
-    if flags.input.lower().endswith(".jsonl") and flags.kept:
-        note(f"reading the types of the columns of {flags.input}")
     return column_types(flags.input, flags.kept, flags.form)
 
 

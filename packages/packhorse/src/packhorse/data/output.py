@@ -388,17 +388,20 @@ class ResumableFile:
         shape: Shape,
         made_by: Mapping[str, Any],
         *,
+        kept: Callable[[], Shape] = dict,
         metadata: Metadata | None = None,
         overwrite: bool = False,
     ) -> None:
         """Begin the file, or continue an unfinished one that has the same `made_by`.
 
-        made_by: everything that decides the rows. metadata: about all rows, for the finished file;
-        it must follow from `made_by`. overwrite: replace a finished file, or unfinished work with
-        another `made_by`.
+        made_by: everything that decides the rows. kept: returns the columns that come before those
+        of `shape`, of a file that has no row yet; it may take long. metadata: about all rows, for
+        the finished file; it must follow from `made_by`. overwrite: replace a finished file, or
+        unfinished work with another `made_by`.
         """
         self.path = Path(path)
         self._shape = shape
+        self._kept = kept
         self._metadata = metadata or {}
         self._format = format_of(self.path, shape)
         self._state = _State(json.loads(json.dumps(made_by)))
@@ -496,7 +499,8 @@ class ResumableFile:
         state = self._state
         heads: Sequence[bytes] = [b"" for _ in self._files]
         if not state.sizes:  # nothing is written yet
-            heads = self._format.head(rows, self._shape, self._metadata)
+            shape = {**self._kept(), **self._shape}
+            heads = self._format.head(rows, shape, self._metadata)
             self._head = heads[0]
         bodies = self._format.body(rows, self._head) if rows else [b"" for _ in self._files]
         for file, head, body in zip(self._files, heads, bodies, strict=True):
