@@ -291,6 +291,24 @@ def test_rows_are_counted_before_they_are_read(suffix: str, encoding: str, tmp_p
     assert len(list(read_texts(path, form=form))) == 500
 
 
+def test_a_file_as_standard_input_is_counted_beside_its_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from packhorse.data.columns import row_count
+    from packhorse.data.delimited import CsvFormat
+
+    path = tmp_path / "in.txt"
+    path.write_text("one\ntwo\nthree")
+    with path.open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert row_count("-", CsvFormat()) == 3
+        assert stdin.read() == "one\ntwo\nthree"
+    read, write = os.pipe()
+    with os.fdopen(read) as stdin, os.fdopen(write, "w"):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert row_count("-", CsvFormat()) == 0
+
+
 def test_time_left_is_told(
     cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

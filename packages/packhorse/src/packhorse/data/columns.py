@@ -7,13 +7,14 @@ that is no JSON is found before hours of work, not after them.
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from packhorse.data.delimited import CsvFormat, count_rows
 from packhorse.data.output import import_pyarrow
@@ -48,13 +49,31 @@ def _lines_of_standard_input(form: CsvFormat) -> int:
     """The lines of a file that is standard input; of a pipe, nothing can be known."""
     try:
         descriptor = sys.stdin.fileno()
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return 0
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
     except (AttributeError, OSError, ValueError):  # no standard input, or not a real one
         return 0
-    # By its name, because a duplicate would share its position.
-    with Path(f"/dev/fd/{descriptor}").open("rb") as stream:
+    if not is_file or not hasattr(os, "pread"):
+        return 0
+    with io.BufferedReader(_SharedFile(descriptor)) as stream:
         return count_rows(stream, form, is_csv=False)
+
+
+@final
+class _SharedFile(io.RawIOBase):
+    """A file from its beginning, without moving the position of those who read it as well."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = os.pread(self._descriptor, len(buffer), self._position)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
 
 
 def column_types(source: str, keep: Kept, form: CsvFormat) -> dict[str, Any]:
