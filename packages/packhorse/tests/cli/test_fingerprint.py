@@ -56,6 +56,7 @@ def test_a_file_carries_the_fingerprint(
     encoder = packhorse.load(model, device="cpu")
     assert document["fingerprint"] == encoder.fingerprint
     assert stored(out) == {
+        **({} if suffix == ".parquet" else {"dimensions": encoder.width}),
         "model": encoder.name,
         "fingerprint": encoder.fingerprint,
         "fingerprint_parts": encoder.fingerprint_parts().parts,
@@ -75,10 +76,10 @@ def test_readers_see_only_the_vectors(cli: Cli, model: Path, texts: Path, tmp_pa
         assert cli(*command, tmp_path / f"v{suffix}").code == 0
     vectors = np.load(tmp_path / "v.npy")
     lines = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
-    assert [set(line) for line in lines] == [{"id", "vector"}] * 3
+    assert [set(line) for line in lines] == [{"id", "text", "vector"}] * 3
     assert np.array_equal(np.array([line["vector"] for line in lines], np.float32), vectors)
     table = parquet.read_table(tmp_path / "v.parquet")
-    assert table.column_names == ["id", "vector"]
+    assert table.column_names == ["id", "text", "vector"]
     assert np.array_equal(np.array(table["vector"].to_pylist(), np.float32), vectors)
 
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from packhorse.errors import InputError
 
 DELIMITERS = (",", ";", "\t", "|")  # those that are guessed; of equal ones the first
@@ -181,6 +179,8 @@ def count_rows(stream: BinaryIO, form: CsvFormat, *, is_csv: bool) -> int:
 
 def _count_lines(blocks: Iterable[bytes], quote: int) -> int:
     """Count line ends that are not between two of these bytes, and a last line without one."""
+    import numpy as np  # here: the command line reads this module for its help
+
     count = 0
     is_quoted = 0
     last = b"\n"
