@@ -50,15 +50,24 @@ SOURCE_COUNTS = {
     "redirects": "redirects",
     "not_articles": "pages that are no articles",
     "empty": "without text",
+    "repaired": "repaired",
     "bad": "unreadable",
 }
 SourcesAndOut = Annotated[
-    Path, Parameter(name="SOURCE... OUT", help="Source files or folders, then the output folder.")
+    Path,
+    Parameter(
+        name="SOURCE... OUT",
+        help="Source files or folders, then the output folder.",
+        allow_leading_hyphen=True,  # for `-`; `_split_paths` refuses other words that begin so
+    ),
 ]
 
 
 def _split_paths(paths: tuple[Path, ...]) -> tuple[tuple[Path, ...], Path]:
     """Split the arguments `SOURCE... OUT`."""
+    for path in map(str, paths):
+        if path.startswith("-") and path != "-":
+            raise InputError(f"unknown option: {path}; if it is a file, write ./{path}")
     if len(paths) < 2:
         raise InputError("name one source or more and, last, the folder for the result")
     return paths[:-1], paths[-1]
@@ -76,13 +85,35 @@ class BuildFlags:
         str, flag(group=EXAMPLES, help="vocab.txt, tokenizer.json, a model's folder or hub id.")
     ]
     format: Annotated[
-        Literal["mediawiki", "wikiextractor", "sentences", "text", "jsonl", "parquet", "arrow"]
+        Literal[
+            "mediawiki", "wikiextractor", "sentences", "text", "jsonl", "json", "parquet", "arrow"
+        ]
         | None,
         flag(group=SOURCES, help="Format of the sources; default detected for each."),
     ] = None
     column: Annotated[
         str | None, flag(group=SOURCES, help="Column of the text, if a source is a table.")
     ] = None
+    documents: Annotated[
+        Literal["file", "titles", "blank-lines", "lines"] | None,
+        flag(
+            group=SOURCES,
+            help="What a document of plain text is: a file, or what stands between titles (= A =), "
+            "blank lines or line ends; default guessed, and told.",
+        ),
+    ] = None
+    separator: Annotated[
+        str | None,
+        flag(group=SOURCES, help="Text between two documents of plain text: <|endoftext|>."),
+    ] = None
+    bad_bytes: Annotated[
+        Literal["skip", "repair"],
+        flag(
+            group=SOURCES,
+            help="Documents with bytes that are not UTF-8: skip them, or replace the bytes.",
+            show_default=True,
+        ),
+    ] = "skip"
     max_bad: Annotated[
         int, flag(group=SOURCES, help="Skip up to N unreadable documents.", show_default=True)
     ] = 0
@@ -187,16 +218,18 @@ class BuildFlags:
 def build(*paths: SourcesAndOut, flags: BuildFlags, json: JsonFlag = False) -> None:
     """Build a dataset of packed rows from files and folders of text.
 
-    Sources are MediaWiki dumps (xml, xml.bz2), WikiExtractor's output, text with
-    one sentence per line, plain text, jsonl, parquet or folders saved by the
-    datasets library (FOLDER/train for one split). OUT gets the folders train,
-    with --eval-hashes also eval, and the tokenizer. After a kill, a full disk or
+    Sources are plain text, jsonl, JSON arrays, parquet, MediaWiki dumps (xml),
+    WikiExtractor's output, text with one sentence per line, or folders saved by
+    the datasets library (FOLDER/train for one split). All but parquet may be
+    packed (gz, bz2, xz, zst, tar, zip); - is standard input. OUT gets the folders
+    train, with --eval-hashes also eval, and the tokenizer. After a kill, a full disk or
     Ctrl-C (exit code 130) the same command resumes. The result is the same, byte
     for byte, for any number of workers.
 
     Try:
       packhorse data build enwiki.xml.bz2 corpus --tokenizer vocab.txt
       packhorse data build texts/ corpus --tokenizer ./bert --max-length 128
+      zstdcat texts.zst | packhorse data build - corpus --tokenizer ./bert
     """
     from packhorse.data.corpus.building import build
 
@@ -204,16 +237,18 @@ def build(*paths: SourcesAndOut, flags: BuildFlags, json: JsonFlag = False) -> N
     start = time.perf_counter()
     try:
         with build_progress() as watch:
-            built = build(config, watch)
+            built = build(config, watch, note)
     except KeyboardInterrupt:
         note(f"{config.out}: finished work is kept; run the same command to resume")
         raise
     seconds = time.perf_counter() - start
     counts = built.train.config["found"]
-    if config.recipe.next_sentence and counts.get("documents") == 1:
+    if alone := counts.get("without_other"):
+        share = "every" if alone == counts["sequences"] else f"{alone:,} of {counts['sequences']:,}"
         note(
-            "warning: in a single document every sentence pair is consecutive, so next-sentence "
-            "prediction has nothing to learn; add documents (each file is one), or pass --single"
+            f"warning: {share} sentence pair is consecutive, because a document stood alone in its "
+            "part of the corpus, and next-sentence prediction has nothing to learn from these; "
+            "say with --documents what a document is, add documents, or pass --single"
         )
     if built.already:
         note(f"{config.out} was built already, by the same command; nothing to do")
@@ -255,6 +290,9 @@ def _build_config(paths: tuple[Path, ...], flags: BuildFlags) -> "BuildOptions":
         max_per_pack=flags.max_per_pack or None,
         kind=flags.format,
         column=flags.column,
+        documents=flags.documents,
+        separator=flags.separator,
+        repair=flags.bad_bytes == "repair",
         eval_hashes=flags.eval_hashes,
         eval_count=EVAL_COUNT if flags.eval_count is None else flags.eval_count,
         max_bad=flags.max_bad,

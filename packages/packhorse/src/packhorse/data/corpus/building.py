@@ -53,11 +53,13 @@ from packhorse.data.packed.packs import RowLayout
 from packhorse.data.packed.shards import SHARD_BYTES, rows_per_shard
 from packhorse.data.sources.chunking import BZ2_RATIO, CHUNK_BYTES, Chunk, chunks
 from packhorse.data.sources.documents import Document, ReadTally, read
-from packhorse.data.sources.files import SourceFile, find
+from packhorse.data.sources.files import SourceFile, describe_guess, find
+from packhorse.data.sources.unpacking import STANDARD_INPUT
 from packhorse.errors import InputError
 from packhorse.tokens import Tokenizer
 from packhorse.tokens import files as tokenizer_files
 from packhorse.tokens.bulk import BulkTokenizer
+from packhorse.wire import crc32c
 
 ENGINES = ("local", "ray")
 EVAL_COUNT = 10_000  # as in MLPerf
@@ -80,6 +82,9 @@ class BuildOptions:
     max_per_pack: int | None = 3  # sequences per row; None: as many as fit
     kind: str | None = None  # of all sources; None: detected for each file
     column: str | None = None
+    documents: str | None = None  # what divides plain text, see `files`; None: guessed
+    separator: str | None = None  # text between two documents of plain text
+    repair: bool = False  # replace bytes that are no UTF-8, or count their document as bad
     eval_hashes: Path | None = None
     eval_count: int = EVAL_COUNT
     max_bad: int = 0
@@ -101,11 +106,13 @@ class CorpusCounts:
     redirects: int = 0
     not_articles: int = 0
     empty: int = 0
+    repaired: int = 0  # of the documents
     bad: int = 0
     sentences: int = 0
     characters: int = 0
     sequences: int = 0
     tokens: int = 0
+    without_other: int = 0  # sequences of a pair whose part had no second document to draw from
     places: tuple[tuple[str, str], ...] = ()  # the first bad ones: place and reason
 
     def __add__(self, addend: CorpusCounts) -> CorpusCounts:
@@ -131,10 +138,18 @@ class CorpusProgress:
 
 
 Watch = Callable[[CorpusProgress], None]
+Tell = Callable[[str], None]
 
 
-def build(options: BuildOptions, watch: Watch = lambda progress: None) -> CorpusResult:
-    """Build the datasets, or finish an interrupted build; `watch` receives the progress."""
+def build(
+    options: BuildOptions,
+    watch: Watch = lambda progress: None,
+    tell: Tell = lambda message: None,
+) -> CorpusResult:
+    """Build the datasets, or finish an interrupted build.
+
+    watch: receives the progress. tell: receives what was guessed about the sources, in sentences.
+    """
     sources = _find_sources(options)
     stamps = workfolder.file_stamps(sources)
     made_by = _made_by(options, workfolder.fingerprint_sources(sources, stamps))
@@ -153,7 +168,7 @@ def build(options: BuildOptions, watch: Watch = lambda progress: None) -> Corpus
     )
 
     def make(folder: Path, run: RunTasks) -> Path:
-        return _make(_BuildStep(options, made_by, folder, run, watch), sources)
+        return _make(_BuildStep(options, made_by, folder, run, watch, tell), sources)
 
     return run_job(job, make)
 
@@ -170,9 +185,25 @@ def _find_sources(options: BuildOptions) -> list[SourceFile]:
             raise InputError(f"{name} is {getattr(options, name)}; it must be {bound} or more")
     workfolder.check_depth(options.max_per_pack)
     workfolder.check_outside_sources(options.out, options.sources)
-    sources = find(options.sources, options.kind, options.column)
+    has_input = STANDARD_INPUT in options.sources
+    if has_input and not options.overwrite and workfolder.is_finished(options.out):
+        raise InputError(
+            f"{options.out} is built already, and standard input cannot be compared with what it"
+            " was built from; pass --overwrite, or choose another folder"
+        )
+    sources = find(
+        options.sources,
+        options.kind,
+        options.column,
+        options.documents,
+        options.separator,
+        options.repair,
+    )
     workfolder.check_sources_outside(options.out, [source.path for source in sources])
-    return [replace(source, path=source.path.absolute()) for source in sources]
+    return [
+        source if source.path == STANDARD_INPUT else replace(source, path=source.path.absolute())
+        for source in sources
+    ]
 
 
 def _engine(options: BuildOptions, folder: Path, sources: Sequence[SourceFile]) -> Engine:
@@ -197,8 +228,11 @@ def _made_by(options: BuildOptions, sources: dict[str, object]) -> dict[str, Any
             "sha256": workfolder.hash_files([options.eval_hashes]),
         }
     tokenizer = tokenizer_files.all_files(options.tokenizer)
+    names = ("documents", "separator", "repair")
+    reading = {name: value for name in names if (value := getattr(options, name))}
     return {
         "sources": sources,
+        **({"reading": reading} if reading else {}),
         "tokenizer": workfolder.hash_files(tokenizer.values()),
         "recipe": asdict(options.recipe),
         "max_per_pack": options.max_per_pack,
@@ -219,6 +253,7 @@ class _BuildStep:
     folder: Path
     run: RunTasks
     watch: Watch
+    tell: Tell
 
 
 def _make(step: _BuildStep, sources: Sequence[SourceFile]) -> Path:
@@ -285,13 +320,37 @@ def _read_sources(step: _BuildStep, sources: Sequence[SourceFile]) -> list[Corpu
 def _part_tasks(step: _BuildStep, sources: Sequence[SourceFile]) -> Iterator[PartTask]:
     size = step.options.chunk_bytes
     remaining: dict[Path, int] = {}
+    told: set[str] = set()
     for piece in pieces(chunks(sources, size), size):
+        for chunk in piece.chunks:
+            if (guess := describe_guess(chunk.source)) and guess not in told:
+                told.add(guess)
+                step.tell(f"{chunk.source.name}: {guess}")
         path = part_path(step.folder, piece.number)
+        finished = None
+        if path.exists():
+            _check_same_input(piece, path)
+            finished = counts_in(path)
         yield PartTask(
             sum(_source_bytes(chunk, remaining, size) for chunk in piece.chunks),
             (piece, step.options.recipe, step.folder),
-            counts_in(path) if path.exists() else None,
+            finished,
         )
+
+
+def _check_same_input(piece: CorpusPiece, path: Path) -> None:
+    """Refuse to continue with a standard input that differs; files were compared before."""
+    if arrays.read(path)[1]["input_crc"] != _input_crc(piece):
+        raise InputError(
+            "standard input is not what it was when this build was begun; pipe the same text to"
+            f" continue, or remove {path.parent.parent} to begin again"
+        )
+
+
+def _input_crc(piece: CorpusPiece) -> int | None:
+    """A checksum of what a piece has from standard input; None if it has nothing."""
+    inputs = [chunk.data for chunk in piece.chunks if chunk.source.path == STANDARD_INPUT]
+    return crc32c(b"".join(data or b"" for data in inputs)) if inputs else None
 
 
 def _source_bytes(chunk: Chunk, remaining: dict[Path, int], size: int) -> int:
@@ -299,6 +358,8 @@ def _source_bytes(chunk: Chunk, remaining: dict[Path, int], size: int) -> int:
 
     Chunks that count rows or unpacked bytes get an estimate; the last one gets what remains.
     """
+    if chunk.stored is not None and chunk.source.path != STANDARD_INPUT:
+        return chunk.stored
     available = remaining.setdefault(chunk.source.path, chunk.source.size)
     estimate = chunk.end - chunk.begin
     if chunk.counts_rows:
@@ -408,7 +469,7 @@ def _text_bytes(chunk: Chunk, size: int) -> int:
     """About how much text a chunk holds."""
     if chunk.counts_rows:
         return size
-    packed = chunk.source.compressed and chunk.data is None
+    packed = bool(chunk.source.packing) and chunk.data is None
     return (chunk.end - chunk.begin) * (BZ2_RATIO if packed else 1)
 
 
@@ -428,6 +489,7 @@ def make_part(piece: CorpusPiece, recipe: Recipe, folder: Path) -> CorpusCounts:
 def counts_in(path: Path) -> CorpusCounts:
     """The counts that a part stores about itself."""
     facts = arrays.read(path)[1]
+    facts.pop("input_crc", None)
     places = tuple((place, reason) for place, reason in facts.pop("places"))
     return CorpusCounts(places=places, **facts)
 
@@ -451,16 +513,25 @@ def _write_part(piece: CorpusPiece, recipe: Recipe, folder: Path, path: Path) ->
         redirects=tally.redirects,
         not_articles=tally.not_articles,
         empty=tally.empty,
+        repaired=tally.repaired,
         bad=len(tally.bad),
         sentences=sum(len(document.sentences) for document in documents),
         characters=tally.characters,
         sequences=len(sequences.lengths),
         tokens=len(sequences.ids),
+        without_other=_without_other(tokenized, sequences, recipe),
         places=tuple((bad.place, bad.reason) for bad in tally.bad[:BAD_PLACES_SHOWN]),
     )
     eval_tokens = tokenize(bulk, [document.sentences for document in held_out])
     eval_arrays = {f"eval_{name}": array for name, array in asdict(eval_tokens).items()}
-    arrays.write(path, sequence_arrays(sequences) | eval_arrays, asdict(counts))
+    facts = asdict(counts) | {"input_crc": _input_crc(piece)}
+    arrays.write(path, sequence_arrays(sequences) | eval_arrays, facts)
+
+
+def _without_other(documents: TokenizedDocuments, sequences: Sequences, recipe: Recipe) -> int:
+    """How many pairs had no other document to take their second sentence from."""
+    is_alone = recipe.next_sentence and len(documents.documents) == 2  # bounds
+    return len(sequences.lengths) if is_alone else 0
 
 
 # Held-out documents ------------------------------------------------------------------------------

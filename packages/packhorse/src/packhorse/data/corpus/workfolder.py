@@ -40,6 +40,7 @@ from packhorse import __version__
 from packhorse.atomic import lock, new_file, sync
 from packhorse.data.packed import manifest
 from packhorse.data.sources.files import SourceFile
+from packhorse.data.sources.unpacking import STANDARD_INPUT
 from packhorse.errors import InputError
 
 HOME = ".build"
@@ -167,6 +168,11 @@ def _remove_drafts(folder: Path) -> None:
     """Remove files that were being written when a process was killed."""
     for draft in folder.glob(".*.partial"):
         draft.unlink()
+
+
+def is_finished(out: Path) -> bool:
+    """Whether OUT holds a dataset and no unfinished work."""
+    return (out / "train" / manifest.NAME).exists() and not (out / HOME / STATE).exists()
 
 
 def finished_by(out: Path) -> dict[str, Any] | None:
@@ -341,6 +347,8 @@ def library_versions() -> dict[str, str]:
 
 
 def _stamp(source: SourceFile) -> str:
+    if source.path == STANDARD_INPUT:  # its content is compared part by part
+        return json.dumps(["-", None, source.kind, source.column])
     try:
         status = source.path.stat()
         with source.path.open("rb") as file:

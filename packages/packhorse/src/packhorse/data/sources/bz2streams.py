@@ -57,13 +57,13 @@ def unpacked(path: Path, begin: int = 0, end: int | None = None) -> Iterator[tup
     Yields (text, ""), or (b"", problem) where data is damaged; the problem names the byte.
     """
     end = path.stat().st_size if end is None else end
-    allowance = _Allowance()
+    allowance = Allowance()
     with path.open("rb") as file:
         while begin < end:
             begin = yield from _one_stream(file, path, begin, end, allowance)
 
 
-class _Allowance:
+class Allowance:
     """How many bytes of text may still be unpacked: a bucket that packed bytes refill."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class _Allowance:
 
 
 def _one_stream(
-    file: BinaryIO, path: Path, begin: int, end: int, allowance: _Allowance
+    file: BinaryIO, path: Path, begin: int, end: int, allowance: Allowance
 ) -> Generator[tuple[bytes, str], None, int]:
     """Decompress one stream; return the position of the next one."""
     decoder = bz2.BZ2Decompressor()
@@ -109,7 +109,7 @@ def _one_stream(
     return position - len(decoder.unused_data)
 
 
-def _decompress(decoder: bz2.BZ2Decompressor, fed: bytes, allowance: _Allowance) -> bytes | None:
+def _decompress(decoder: bz2.BZ2Decompressor, fed: bytes, allowance: Allowance) -> bytes | None:
     """The text that these bytes unpack to; None if it is more than the allowance."""
     pieces = [decoder.decompress(fed, PIECE_BYTES)]
     while allowance.spend(len(pieces[-1])):

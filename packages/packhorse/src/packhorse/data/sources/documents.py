@@ -27,8 +27,9 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
+from functools import cache
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from packhorse.data.sources.chunking import (
     open_parquet,
     texts_of_group,
 )
+from packhorse.data.sources.files import ARCHIVE, SourceFile
 from packhorse.errors import InputError, MissingExtra
 
 # Why a document was passed over.
@@ -65,6 +67,7 @@ class Document:
     name: str
     sentences: list[str]
     text_md5: str
+    repaired: bool = False  # bytes that are no UTF-8 were replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class ReadTally:
     redirects: int = 0
     not_articles: int = 0  # pages of other namespaces
     empty: int = 0
+    repaired: int = 0  # of the documents
     bad: tuple[BadDocument, ...] = ()
 
     def __add__(self, addend: ReadTally) -> ReadTally:
@@ -100,8 +104,10 @@ def read(chunk: Chunk) -> tuple[list[Document], ReadTally]:
         outcomes: list[ReadOutcome] = [*_table(chunk)]
     else:
         data, problems = _load(chunk)
-        damage = [BadDocument(str(chunk.source.path), problem) for problem in problems]
-        outcomes = [*damage, *_READERS[chunk.source.kind](data, chunk)]
+        damage = [BadDocument(chunk.source.name, problem) for problem in problems]
+        outcomes = [*damage]
+        if chunk.source.kind != ARCHIVE:  # such a chunk only tells what is wrong
+            outcomes += _READERS[chunk.source.kind](data, chunk)
     documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
     return documents, ReadTally(
         documents=len(documents),
@@ -109,6 +115,7 @@ def read(chunk: Chunk) -> tuple[list[Document], ReadTally]:
         redirects=outcomes.count(REDIRECT),
         not_articles=outcomes.count(NOT_AN_ARTICLE),
         empty=outcomes.count(EMPTY),
+        repaired=sum(document.repaired for document in documents),
         bad=tuple(outcome for outcome in outcomes if isinstance(outcome, BadDocument)),
     )
 
@@ -119,7 +126,7 @@ def _load(chunk: Chunk) -> tuple[bytes, list[str]]:
         return chunk.data, list(chunk.problems)
     path = chunk.source.path
     try:
-        if chunk.source.compressed:
+        if chunk.source.packing:
             return _unpack(path, chunk.begin, chunk.end)
         with path.open("rb") as file:
             file.seek(chunk.begin)
@@ -152,19 +159,33 @@ def _unpack(path: Path, begin: int, end: int) -> tuple[bytes, list[str]]:
 
 def _place(chunk: Chunk, offset: int) -> str:
     """How messages name a byte of the chunk's text."""
+    if chunk.source.kind == "json" and not chunk.source.packing:
+        return f"{chunk.source.name}, byte {chunk.begin + offset}"
     if chunk.data is not None:
-        return f"{chunk.source.path}, byte {chunk.begin + offset} of its text"
-    if chunk.source.compressed:
+        return f"{chunk.source.name}, byte {chunk.begin + offset} of its text"
+    if chunk.source.packing:
         return f"{chunk.source.path}, byte {offset} of the text packed from byte {chunk.begin}"
     return f"{chunk.source.path}, byte {chunk.begin + offset}"
 
 
-def _try_document(place: str, make: Callable[..., Document | str], *arguments: Any) -> ReadOutcome:
-    """The document that `make` returns, or the reason why it cannot."""
+def _try_document(
+    chunk: Chunk, place: str, make: Callable[..., Document | str], body: bytes, *arguments: Any
+) -> ReadOutcome:
+    """The document that `make` returns of `body`, or the reason why it cannot."""
+    repaired = False
+    if chunk.source.repair:
+        try:
+            body.decode("utf-8")
+        except UnicodeDecodeError:
+            body = body.decode("utf-8", "replace").encode()
+            repaired = True
     try:
-        return make(*arguments)
+        outcome = make(body, *arguments)
     except ValueError as error:
         return BadDocument(place, str(error))
+    if repaired and isinstance(outcome, Document):
+        return replace(outcome, repaired=True)
+    return outcome
 
 
 def _document(name: str, paragraphs: Iterable[str]) -> Document | str:
@@ -193,7 +214,7 @@ def _mediawiki(data: bytes, chunk: Chunk) -> Iterator[ReadOutcome]:
         place = _place(chunk, element.begin)
         is_header = chunk.begin == 0 and element.begin == 0
         if element.state == wiki.WHOLE:
-            yield _try_document(place, _article, body, chunk.source.hidden)
+            yield _try_document(chunk, place, _article, body, chunk.source.hidden)
         elif element.state == wiki.UNCLOSED:
             title = _title_of(body)
             yield BadDocument(place, f"the page {title!r} has no end: the dump is cut here")
@@ -222,7 +243,7 @@ def _wikiextractor(data: bytes, chunk: Chunk) -> Iterator[ReadOutcome]:
         body = data[element.begin : element.end]
         place = _place(chunk, element.begin)
         if element.state == wiki.WHOLE:
-            yield _try_document(place, _extracted, body)
+            yield _try_document(chunk, place, _extracted, body)
         elif element.state == wiki.UNCLOSED:
             yield BadDocument(place, "a <doc> without </doc>: the file is cut here")
         else:
@@ -245,11 +266,11 @@ def _sentence_lines(data: bytes, chunk: Chunk) -> Iterator[ReadOutcome]:
         body = data[begin : separator.start() if separator else len(data)]
         if body.strip():
             place = _place(chunk, begin)
-            yield _try_document(place, _article_of_lines, place, body, odd_line_end)
+            yield _try_document(chunk, place, _article_of_lines, body, place, odd_line_end)
         position = separator.end() if separator else len(data)
 
 
-def _article_of_lines(place: str, body: bytes, odd_line_end: bool) -> Document:
+def _article_of_lines(body: bytes, place: str, odd_line_end: bool) -> Document:
     text = _decode(body)
     lines = [line.strip() for line in text.split("\n")]
     hashed = f"\n{text}" if odd_line_end else text
@@ -257,15 +278,39 @@ def _article_of_lines(place: str, body: bytes, odd_line_end: bool) -> Document:
 
 
 def _text(data: bytes, chunk: Chunk) -> Iterator[ReadOutcome]:
-    titles = [title.start() for title in _TITLE_LINE.finditer(data)]
-    for begin, end in pairwise([0, *titles, len(data)]):
+    for begin, end in _text_bounds(data, chunk.source):
         if data[begin:end].strip():
             place = _place(chunk, begin)
-            yield _try_document(place, _plain, place, data[begin:end])
+            yield _try_document(chunk, place, _plain, data[begin:end], place, chunk.source)
 
 
-def _plain(place: str, body: bytes) -> Document | str:
+def _text_bounds(data: bytes, source: SourceFile) -> Iterator[tuple[int, int]]:
+    """Where the documents of plain text begin and end, separators left out."""
+    if source.documents == "file":
+        yield 0, len(data)
+        return
+    if source.documents == "titles":
+        titles = [title.start() for title in _TITLE_LINE.finditer(data)]
+        yield from pairwise([0, *titles, len(data)])
+        return
+    begin = 0
+    for match in _divider(source.documents, source.separator).finditer(data):
+        yield begin, match.start()
+        begin = match.end()
+    yield begin, len(data)
+
+
+@cache
+def _divider(documents: str, separator: str) -> re.Pattern[bytes]:
+    if separator:
+        return re.compile(re.escape(separator.encode()))
+    return re.compile(rb"\n" if documents == "lines" else rb"\n(?:[ \t\r]*\n)+")
+
+
+def _plain(body: bytes, place: str, source: SourceFile) -> Document | str:
     text = _decode(body)
+    if source.documents != "titles":
+        return _document(place, [text])
     first_line = text.lstrip().partition("\n")[0]
     name = first_line.strip(" =\r") if _TITLE_LINE.match(body) else place
     return _document(name, [_HEADING.sub("\n\n", text)])
@@ -276,11 +321,11 @@ def _jsonl(data: bytes, chunk: Chunk) -> Iterator[ReadOutcome]:
     for line in data.split(b"\n"):
         if line.strip():
             place = _place(chunk, offset)
-            yield _try_document(place, _json_document, place, line, chunk.source.column)
+            yield _try_document(chunk, place, _json_document, line, place, chunk.source.column)
         offset += len(line) + 1
 
 
-def _json_document(place: str, line: bytes, column: str) -> Document | str:
+def _json_document(line: bytes, place: str, column: str) -> Document | str:
     try:
         value = json.loads(_decode(line))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -300,6 +345,7 @@ _READERS: dict[str, Callable[[bytes, Chunk], Iterator[ReadOutcome]]] = {
     "sentences": _sentence_lines,
     "text": _text,
     "jsonl": _jsonl,
+    "json": _jsonl,
 }
 
 
@@ -315,15 +361,15 @@ def _table(chunk: Chunk) -> Iterator[ReadOutcome]:
     try:
         for text in _rows(chunk) if chunk.cells is None else chunk.cells:
             place = f"{path}, row {row}"
-            yield _try_document(place, _cell_document, place, text)
+            yield _try_document(chunk, place, _cell_document, text or b"", place)
             row += 1
     except (pa.ArrowException, OSError) as error:
         yield BadDocument(str(path), lost_rows(row, chunk.end, error))
     yield from (BadDocument(str(path), problem) for problem in chunk.problems)
 
 
-def _cell_document(place: str, text: bytes | None) -> Document | str:
-    return _document(place, _decode(text or b"").split("\n"))
+def _cell_document(text: bytes, place: str) -> Document | str:
+    return _document(place, _decode(text).split("\n"))
 
 
 def _rows(chunk: Chunk) -> Iterator[bytes | None]:
