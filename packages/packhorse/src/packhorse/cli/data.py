@@ -35,6 +35,7 @@ SOURCES = Group("Sources", sort_key=1)
 EXAMPLES = Group("Examples", sort_key=2)
 ROWS = Group("Rows", sort_key=2)
 HELD_OUT = Group("Held out", sort_key=3)
+CLEANING = Group("Cleaning", sort_key=3)
 GRAPHCORE = Group("Graphcore's records", sort_key=3)
 WORK = Group("Work", sort_key=4)
 
@@ -51,8 +52,14 @@ SOURCE_COUNTS = {
     "not_articles": "pages that are no articles",
     "empty": "without text",
     "repaired": "repaired",
+    "too_short": "too short",
+    "too_long": "too long",
+    "other_languages": "in other languages",
+    "duplicates": "duplicates",
+    "near_duplicates": "near duplicates",
     "bad": "unreadable",
 }
+ALWAYS_COUNTED = ("files", "records", "documents", "sentences", "bad")
 SourcesAndOut = Annotated[
     Path,
     Parameter(
@@ -181,7 +188,41 @@ class BuildFlags:
     ] = None
     eval_count: Annotated[
         int | None,
-        flag(group=HELD_OUT, help="Exact number of sequences in OUT/eval; default 10,000."),
+        flag(
+            group=HELD_OUT,
+            help="Exact number of sequences in OUT/eval; default 10,000, or with --eval-fraction "
+            "at most that.",
+        ),
+    ] = None
+
+    eval_fraction: Annotated[
+        float | None,
+        flag(
+            group=HELD_OUT,
+            help="Share of the documents to hold out as OUT/eval, chosen by a hash of their text.",
+        ),
+    ] = None
+
+    dedup: Annotated[
+        Literal["exact", "near"] | None,
+        flag(
+            group=CLEANING,
+            help="Leave out documents that repeat an earlier one: with the same text, or (near) "
+            "with 80 % of their runs of five tokens in common.",
+        ),
+    ] = None
+    languages: Annotated[
+        tuple[str, ...],
+        flag(group=CLEANING, help="Keep documents in these languages (en, de …)."),
+    ] = ()
+    report_languages: Annotated[
+        bool, flag(group=CLEANING, help="Count the documents of each language.")
+    ] = False
+    min_characters: Annotated[
+        int, flag(group=CLEANING, help="Leave out shorter documents.", show_default=True)
+    ] = 0
+    max_characters: Annotated[
+        int | None, flag(group=CLEANING, help="Leave out longer documents.")
     ] = None
 
     engine: Annotated[
@@ -264,13 +305,24 @@ def build(*paths: SourcesAndOut, flags: BuildFlags, json: JsonFlag = False) -> N
 
 
 def _build_config(paths: tuple[Path, ...], flags: BuildFlags) -> "BuildOptions":
-    from packhorse.data.corpus.building import EVAL_COUNT, BuildOptions
+    from packhorse.data.corpus.building import BuildOptions
+    from packhorse.data.corpus.cleaning import Cleaning
     from packhorse.data.packed.masking import Recipe
     from packhorse.data.sources.chunking import CHUNK_BYTES
 
     sources, out = _split_paths(paths)
-    if flags.eval_count is not None and flags.eval_hashes is None:
-        raise InputError("--eval-count needs --eval-hashes, which selects the held-out documents")
+    selects_none = flags.eval_hashes is None and not flags.eval_fraction
+    if flags.eval_count is not None and selects_none:
+        raise InputError(
+            "--eval-count needs --eval-fraction or --eval-hashes, which select held-out documents"
+        )
+    cleaning = Cleaning(
+        min_characters=flags.min_characters,
+        max_characters=flags.max_characters,
+        languages=tuple(code for word in flags.languages for code in word.split(",")),
+        report_languages=flags.report_languages,
+        duplicates=flags.dedup,
+    )
     recipe = Recipe(
         max_length=flags.max_length,
         short_probability=flags.short_probability,
@@ -293,8 +345,10 @@ def _build_config(paths: tuple[Path, ...], flags: BuildFlags) -> "BuildOptions":
         documents=flags.documents,
         separator=flags.separator,
         repair=flags.bad_bytes == "repair",
+        cleaning=cleaning,
         eval_hashes=flags.eval_hashes,
-        eval_count=EVAL_COUNT if flags.eval_count is None else flags.eval_count,
+        eval_fraction=flags.eval_fraction or 0.0,
+        eval_count=flags.eval_count,
         max_bad=flags.max_bad,
         chunk_bytes=CHUNK_BYTES if flags.chunk_bytes is None else flags.chunk_bytes,
         shard_bytes=flags.shard_bytes,
@@ -355,12 +409,12 @@ def _show_built(out: Path, built: "CorpusResult", seconds: float) -> None:
         note(f"warning: {counts['bad']:,} unreadable documents were skipped")
 
 
-def _source_counts(counts: dict[str, int]) -> str:
+def _source_counts(counts: dict[str, Any]) -> str:
     """Say what the sources held, as far as it was counted."""
     parts = [
         f"{counts[name]:,} {label}"
         for name, label in SOURCE_COUNTS.items()
-        if counts.get(name) is not None
+        if counts.get(name) or (name in ALWAYS_COUNTED and name in counts)
     ]
     return ", ".join(parts)
 
@@ -555,6 +609,13 @@ def stats(
         Path | None,
         Parameter(help="Plot the lengths before and after packing: png, svg or pdf."),
     ] = None,
+    html: Annotated[
+        Path | None,
+        Parameter(
+            help="Write a page to look at: lengths, languages, duplicates (what `data build` "
+            "counted) and samples."
+        ),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Show the contents of a dataset of packed rows: counts, how full rows are, samples.
@@ -565,21 +626,28 @@ def stats(
     Try:
       packhorse data stats corpus
       packhorse data stats corpus/train --samples 10 --plot lengths.png
+      packhorse data stats corpus --html corpus.html --samples 50
       packhorse data stats corpus --verify --json
     """
+    from packhorse.atomic import new_file
     from packhorse.data.packed import statistics
     from packhorse.reports import plots
+    from packhorse.reports.corpus_page import corpus_page
 
     plots.check(plot)
+    if html is not None and not html.expanduser().resolve().parent.is_dir():
+        raise InputError(f"cannot write {html}: there is no folder {html.parent}")
     if seed < 0:
         raise InputError(f"--seed is {seed}; it must be 0 or more")
     folders = statistics.datasets(out)
     documents = {}
+    shown: list[tuple[Statistics, list[Sample]]] = []
     for name, folder in folders.items():
         if verify:
             _verify(name, folder)
         counted = statistics.count(name, folder, top)
         chosen = _samples(out, folder, samples, seed)
+        shown.append((counted, chosen))
         _show_statistics(counted, chosen)
         documents[name] = {
             **_statistics_document(counted),
@@ -588,6 +656,10 @@ def stats(
         if plot and name == next(iter(folders)):
             plots.draw_corpus(plot, counted)
             note(f"plotted {name}: {plot}")
+    if html is not None:
+        with new_file(html.expanduser()) as file:
+            file.write(corpus_page(str(out), shown, SOURCE_COUNTS).encode())
+        note(f"wrote {html}")
     emit({"out": str(out), "verified": verify, **documents}, json)
 
 

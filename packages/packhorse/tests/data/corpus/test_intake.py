@@ -69,7 +69,7 @@ def command(options: BuildOptions, source: object, *more: object) -> list[str]:
         "--tokenizer": options.tokenizer,
         "--max-length": 64,
         "--documents": "lines",
-        "--chunk-bytes": 4000,
+        "--chunk-bytes": options.chunk_bytes,
         "--shard-bytes": 4000,
         "--workers": 1,
     }
@@ -144,25 +144,28 @@ def pipe(
 
 def test_standard_input_is_resumed_to_the_same_rows(options: BuildOptions, tmp_path: Path) -> None:
     """Killed while it reads, continued with the same text, refused with another one."""
+    text = TEXT * 10  # the reader looks 64 KiB ahead
+    (tmp_path / "texts.txt").write_bytes(text)
+    options = replace(options, chunk_bytes=20_000)
     build(replace(options, sources=(tmp_path / "texts.txt",), out=tmp_path / "plain"))
     with subprocess.Popen(
         command(options, "-"), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:
         assert process.stdin is not None
-        process.stdin.write(TEXT[:25_000])
+        process.stdin.write(text[:200_000])
         process.stdin.flush()
         while len(list(options.out.glob(".build/*/part-*"))) < 2:
             assert process.poll() is None
             time.sleep(0.02)
         process.kill()
-    other = pipe(options, TEXT.upper())
+    other = pipe(options, text.upper())
     assert other.returncode == 2 and b"standard input is not what it was" in other.stderr
-    result = pipe(options, TEXT)
+    result = pipe(options, text)
     assert result.returncode == 0, result.stderr.decode()
     assert shards_of(options.out) == shards_of(tmp_path / "plain")
-    again = pipe(options, TEXT)
+    again = pipe(options, text)
     assert again.returncode == 2 and b"cannot be compared" in again.stderr
-    assert pipe(options, TEXT, "--overwrite").returncode == 0
+    assert pipe(options, text, "--overwrite").returncode == 0
     assert shards_of(options.out) == shards_of(tmp_path / "plain")
 
 

@@ -54,6 +54,7 @@ EDGE_BYTES = 1 << 20  # hashed at either end of a file
 NAMES_SHOWN = 8  # sources that a fingerprint names, for people who read it
 # Libraries whose releases may clean, split, tokenize or draw differently.
 DECISIVE_LIBRARIES = ("mwparserfromhell", "nupunkt", "numpy", "scipy", "tokenizers", "pyarrow")
+CLEANING_LIBRARIES = ("rensa", "py3langid")
 
 
 # The folder --------------------------------------------------------------------------------------
@@ -337,10 +338,10 @@ def hash_files(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def library_versions() -> dict[str, str]:
+def library_versions(cleaned: bool = False) -> dict[str, str]:
     """The installed versions of all libraries that can change the result."""
     versions = {"packhorse": __version__}
-    for name in DECISIVE_LIBRARIES:
+    for name in DECISIVE_LIBRARIES + (CLEANING_LIBRARIES if cleaned else ()):
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions

@@ -27,10 +27,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 
 from packhorse.data.sources import bz2streams
 from packhorse.data.sources.bz2streams import PIECE_BYTES, RATIO, Allowance
@@ -155,12 +155,12 @@ def open_streams(path: Path, packing: tuple[str, ...]) -> Iterator[TextStream]:
 class _StandardInput:
     """Standard input, whose first bytes can be looked at before they are read."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BufferedReader) -> None:
         self.stream = stream
         self.head = b""
 
     def peek(self, count: int) -> bytes:
-        while len(self.head) < count and (more := self.stream.read(count - len(self.head))):
+        while len(self.head) < count and (more := self.stream.read1(count - len(self.head))):
             self.head += more
         return self.head[:count]
 
@@ -169,7 +169,7 @@ class _StandardInput:
             taken = self.head[:size]
             self.head = self.head[size:]
             return taken
-        return self.stream.read(size)
+        return self.stream.read1(size)  # what has arrived: a slow pipe is not waited for
 
     def close(self) -> None:
         """Do nothing: it stays open, as Python has it."""
@@ -180,7 +180,7 @@ def standard_input() -> _StandardInput:
     """The standard input of this process, which can be read once."""
     import sys
 
-    return _StandardInput(sys.stdin.buffer)
+    return _StandardInput(cast(BufferedReader, sys.stdin.buffer))
 
 
 class _CountedFile:
