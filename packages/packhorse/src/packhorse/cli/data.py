@@ -59,7 +59,10 @@ SOURCE_COUNTS = {
     "near_duplicates": "near duplicates",
     "bad": "unreadable",
 }
-ALWAYS_COUNTED = ("files", "records", "documents", "sentences", "bad")
+# Counts that are shown only where there is something to count.
+RARE_COUNTS = (
+    "repaired", "too_short", "too_long", "other_languages", "duplicates", "near_duplicates"
+)  # fmt: skip
 SourcesAndOut = Annotated[
     Path,
     Parameter(
@@ -414,7 +417,7 @@ def _source_counts(counts: dict[str, Any]) -> str:
     parts = [
         f"{counts[name]:,} {label}"
         for name, label in SOURCE_COUNTS.items()
-        if counts.get(name) or (name in ALWAYS_COUNTED and name in counts)
+        if counts.get(name) is not None and (counts[name] or name not in RARE_COUNTS)
     ]
     return ", ".join(parts)
 

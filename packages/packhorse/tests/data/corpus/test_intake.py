@@ -43,8 +43,7 @@ def options(tmp_path: Path) -> BuildOptions:
         Recipe(max_length=64),
         documents="lines",
         chunk_bytes=4000,
-        shard_bytes=4000,
-        group=100,
+        shard_bytes=20_000,
         workers=1,
     )
 
@@ -70,7 +69,7 @@ def command(options: BuildOptions, source: object, *more: object) -> list[str]:
         "--max-length": 64,
         "--documents": "lines",
         "--chunk-bytes": options.chunk_bytes,
-        "--shard-bytes": 4000,
+        "--shard-bytes": options.shard_bytes,
         "--workers": 1,
     }
     words = [word for pair in flags.items() for word in pair]

@@ -112,7 +112,8 @@ def test_a_bad_byte_costs_its_document_or_is_repaired(tmp_path: Path, name: str)
     options: dict[str, str | bool] = {"documents": "lines"} if name == "a.txt" else {}
     texts, tally = texts_of(tmp_path / name, **options)
     assert texts == ["Good one.", "Good two."]
-    assert [bad.reason for bad in tally.bad][0].startswith("not UTF-8") and tally.repaired == 0
+    (bad,) = tally.bad
+    assert bad.reason.startswith("not UTF-8") and tally.repaired == 0
     texts, tally = texts_of(tmp_path / name, repair=True, **options)
     assert texts == ["Good one.", BAD.decode(errors="replace"), "Good two."]
     assert tally.repaired == 1 and not tally.bad

@@ -306,7 +306,8 @@ def test_standard_input_is_read_once_from_a_pipe(tmp_path: Path) -> None:
         "from packhorse.data.sources.files import find\n"
         "from packhorse.data.sources.chunking import chunks\n"
         "from packhorse.data.sources.documents import read\n"
-        "docs = [d for c in chunks(find([Path('-')], documents='lines'), 50_000) for d in read(c)[0]]\n"
+        "parts = chunks(find([Path('-')], documents='lines'), 50_000)\n"
+        "docs = [document for part in parts for document in read(part)[0]]\n"
         "print(len(docs), docs[0].sentences, docs[-1].sentences)\n"
     )
     for data in (TEXT, COMPRESS["zstd"](TEXT), tar_of({"a.txt": TEXT})):

@@ -69,6 +69,7 @@ from packhorse.data.packed.shards import SHARD_BYTES, rows_per_shard
 from packhorse.data.sources.chunking import BZ2_RATIO, CHUNK_BYTES, Chunk, chunks
 from packhorse.data.sources.documents import Document, ReadTally, read
 from packhorse.data.sources.files import SourceFile, describe_guess, find
+from packhorse.data.sources.hub import HubFile, SourcePath
 from packhorse.data.sources.unpacking import STANDARD_INPUT
 from packhorse.errors import InputError
 from packhorse.tokens import Tokenizer
@@ -247,7 +248,11 @@ def _holds_out(options: BuildOptions) -> bool:
 def _engine(options: BuildOptions, folder: Path, sources: Sequence[SourceFile]) -> Engine:
     if options.engine == "local":
         return local(options.workers)
-    reads = {source.path: source.size for source in sources}
+    reads = {
+        source.path: source.size
+        for source in sources
+        if not isinstance(source.path, HubFile) and source.path != STANDARD_INPUT
+    }
     return ray_cluster(folder, reads, options.ray_address, options.workers)
 
 
@@ -396,7 +401,7 @@ def _read_sources(step: _BuildStep, sources: Sequence[SourceFile]) -> list[Corpu
 
 def _part_tasks(step: _BuildStep, sources: Sequence[SourceFile]) -> Iterator[PartTask]:
     size = step.options.chunk_bytes
-    remaining: dict[Path, int] = {}
+    remaining: dict[SourcePath, int] = {}
     told: set[str] = set()
     filters = Filters(step.options.cleaning, step.options.eval_fraction)
     for piece in pieces(chunks(sources, size), size):
@@ -432,7 +437,7 @@ def _input_crc(piece: CorpusPiece) -> int | None:
     return crc32c(b"".join(data or b"" for data in inputs)) if inputs else None
 
 
-def _source_bytes(chunk: Chunk, remaining: dict[Path, int], size: int) -> int:
+def _source_bytes(chunk: Chunk, remaining: dict[SourcePath, int], size: int) -> int:
     """Bytes of the source that a chunk stands for, so that all chunks sum to the file's size.
 
     Chunks that count rows or unpacked bytes get an estimate; the last one gets what remains.

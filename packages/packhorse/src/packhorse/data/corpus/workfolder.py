@@ -40,6 +40,7 @@ from packhorse import __version__
 from packhorse.atomic import lock, new_file, sync
 from packhorse.data.packed import manifest
 from packhorse.data.sources.files import SourceFile
+from packhorse.data.sources.hub import HubFile, SourcePath
 from packhorse.data.sources.unpacking import STANDARD_INPUT
 from packhorse.errors import InputError
 
@@ -122,10 +123,10 @@ def check_outside_sources(out: Path, sources: Sequence[Path]) -> None:
             )
 
 
-def check_sources_outside(out: Path, files: Iterable[Path]) -> None:
+def check_sources_outside(out: Path, files: Iterable[SourcePath]) -> None:
     """Refuse a source file inside OUT, which may be overwritten."""
     for path in files:
-        if path.resolve().is_relative_to(out.resolve()):
+        if isinstance(path, Path) and path.resolve().is_relative_to(out.resolve()):
             raise InputError(f"{path} lies in {out}; choose another folder for the result")
 
 
@@ -350,6 +351,10 @@ def library_versions(cleaned: bool = False) -> dict[str, str]:
 def _stamp(source: SourceFile) -> str:
     if source.path == STANDARD_INPUT:  # its content is compared part by part
         return json.dumps(["-", None, source.kind, source.column])
+    if isinstance(source.path, HubFile):  # its commit and content have names
+        hub = source.path
+        names = (hub.file, hub.repository, hub.commit, hub.content_id)
+        return json.dumps([hub.name, None, source.kind, source.column, hub.size, *names])
     try:
         status = source.path.stat()
         with source.path.open("rb") as file:

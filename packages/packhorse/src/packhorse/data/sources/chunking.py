@@ -17,11 +17,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packhorse.data.sources import arrow, bz2streams, json_array
 from packhorse.data.sources.files import SourceFile, member_source
+from packhorse.data.sources.hub import HubFile, SourcePath
 from packhorse.data.sources.text_buffer import TextBuffer
 from packhorse.data.sources.unpacking import STANDARD_INPUT, TextStream, open_streams
 from packhorse.data.tables import rows_per_read
@@ -158,7 +158,7 @@ def _cut(
         count *= 4
 
 
-def _streams_hold_pages(path: Path) -> bool:
+def _streams_hold_pages(path: SourcePath) -> bool:
     """Whether bz2 streams begin with a page, as in MediaWiki's dumps; the first two are checked.
 
     Other programs (pbzip2) cut streams anywhere. If a later one is cut nevertheless, the reader
@@ -215,17 +215,18 @@ def _unpacked_chunks(
         begin = end
 
 
-def open_parquet(path: Path) -> parquet.ParquetFile:
+def open_parquet(path: SourcePath) -> parquet.ParquetFile:
     """A parquet file that is read page by page, never a whole column of a row group at once."""
     from pyarrow import parquet
 
+    source = path.open() if isinstance(path, HubFile) else path
     return parquet.ParquetFile(
-        path, buffer_size=1 << 16, pre_buffer=False, page_checksum_verification=True
+        source, buffer_size=1 << 16, pre_buffer=False, page_checksum_verification=True
     )
 
 
 def texts_of_group(
-    path: Path,
+    path: SourcePath,
     file: parquet.ParquetFile,
     group: int,
     column: str | None,
@@ -270,7 +271,7 @@ def _parquet_chunks(source: SourceFile, size: int) -> Iterator[Chunk]:
 def _arrow_chunks(source: SourceFile, size: int) -> Iterator[Chunk]:
     """Chunks of as many rows of an Arrow stream as hold `size` bytes; the worker reads them."""
     begin = end = text_bytes = 0
-    for length in arrow.lengths(source.path, str(source.column)):
+    for length in arrow.lengths(source.local_path, str(source.column)):
         if text_bytes >= size:
             yield Chunk(source, 0, begin, end)
             begin = end

@@ -31,7 +31,6 @@ from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from functools import cache
 from itertools import accumulate, groupby, pairwise
-from pathlib import Path
 from typing import Any
 
 from packhorse.data.sources import arrow, bz2streams, wiki
@@ -43,6 +42,7 @@ from packhorse.data.sources.chunking import (
     texts_of_group,
 )
 from packhorse.data.sources.files import ARCHIVE, SourceFile
+from packhorse.data.sources.hub import SourcePath
 from packhorse.errors import InputError, MissingExtra
 
 # Why a document was passed over.
@@ -53,6 +53,9 @@ EMPTY = "empty"
 LONGEST_WORD = 1000  # characters; nupunkt's time grows with the square of a word's length
 
 _BLANK_LINE = re.compile(r"\n\s*\n")
+# All places where nupunkt looks for the end of a sentence, and a few more. Most paragraphs of
+# documentation (headings, items of lists) have none, and nupunkt takes longer to say so.
+_MAY_END_INSIDE = re.compile(r"""[.?!\u2026][)";}\]*:@({\[\s?!\u201d\u00bb'\u2019]""")
 _HEADING = re.compile(r"^[ \t]*= .* =[ \t\r]*$", re.MULTILINE)
 _TITLE_LINE = re.compile(rb"^[ \t]*= [^=\n]+ =[ \t\r]*$", re.MULTILINE)
 _LINE_ENDS = re.compile(rb"[\r\n]*")
@@ -140,7 +143,7 @@ def _load(chunk: Chunk) -> tuple[bytes, list[str]]:
     return data, []
 
 
-def _unpack(path: Path, begin: int, end: int) -> tuple[bytes, list[str]]:
+def _unpack(path: SourcePath, begin: int, end: int) -> tuple[bytes, list[str]]:
     """The text of packed bytes, at most as long as one document may be, and what is wrong."""
     text = bytearray()
     problems: list[str] = []
@@ -376,7 +379,7 @@ def _rows(chunk: Chunk) -> Iterator[bytes | None]:
     if chunk.source.kind == "parquet":
         return _row_group(chunk)
     column = str(chunk.source.column)
-    return arrow.texts_between(chunk.source.path, column, chunk.begin, chunk.end)
+    return arrow.texts_between(chunk.source.local_path, column, chunk.begin, chunk.end)
 
 
 def _row_group(chunk: Chunk) -> Iterator[bytes | None]:
@@ -414,7 +417,7 @@ def split_sentences(text: str) -> list[str]:
     sentences: list[str] = []
     for paragraph in _BLANK_LINE.split(text):
         words = paragraph.split()
-        if max(map(len, words), default=0) <= LONGEST_WORD:
+        if len(paragraph) <= LONGEST_WORD or max(map(len, words), default=0) <= LONGEST_WORD:
             sentences += _punkt_sentences(" ".join(words))
             continue
         # A run of characters this long is no sentence; it stands alone, unseen by the splitter.
@@ -424,13 +427,14 @@ def split_sentences(text: str) -> list[str]:
     return sentences
 
 
-def _punkt_sentences(text: str) -> Iterator[str]:
+def _punkt_sentences(text: str) -> list[str]:
+    if not _MAY_END_INSIDE.search(text):
+        return [text] if text else []
     try:
         import nupunkt
     except ImportError as error:
         raise MissingExtra("nupunkt", "data") from error
 
     starts = [start for start, _ in nupunkt.sent_spans(text)][1:]
-    for start, end in zip([0, *starts], [*starts, len(text)], strict=True):
-        if sentence := text[start:end].strip():
-            yield sentence
+    ends = zip([0, *starts], [*starts, len(text)], strict=True)
+    return [sentence for start, end in ends if (sentence := text[start:end].strip())]

@@ -1,6 +1,7 @@
 """Source files: the files and folders the user named, as a list, and the format of each file.
 
-A folder stands for all files in it, at any depth, in sorted order, and `-` for standard input. The
+A folder stands for all files in it, at any depth, in sorted order, `hf://org/name` for those of a
+dataset on the hub, and `-` for standard input. The
 format is detected from the first bytes of a file, or of the text that it unpacks to; only where
 these are ambiguous does its name decide (`.txt`, MLPerf's `part-00000…`). An unknown format is an
 error, and so is an empty file, before any work begins. In an archive each file has a format of its
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from packhorse.data.sources import arrow, json_array, wiki
+from packhorse.data.sources.hub import HubFile, SourcePath, hub_files, is_address
 from packhorse.data.sources.text_buffer import TextBuffer
 from packhorse.data.sources.unpacking import (
     ARCHIVES,
@@ -69,9 +71,9 @@ _PART = re.compile(r"part-\d+(-of-\d+)?(\.txt)?")
 class SourceFile:
     """One file, with everything a worker needs to read any part of it."""
 
-    path: Path
+    path: SourcePath
     kind: str
-    size: int  # bytes on disk; 0 for standard input
+    size: int  # in bytes; 0 for standard input
     column: str | None = None  # of jsonl, json, parquet and arrow
     packing: tuple[str, ...] = ()  # from the outside in: ("gzip", "tar")
     hidden: frozenset[str] = frozenset()  # namespaces of a dump whose links show no text
@@ -86,6 +88,13 @@ class SourceFile:
         """How messages name it."""
         path = "standard input" if self.path == STANDARD_INPUT else str(self.path)
         return f"{path}, {self.member}" if self.member else path
+
+    @property
+    def local_path(self) -> Path:
+        """The path, of a file that must be here."""
+        if isinstance(self.path, HubFile):
+            raise InputError(f"{self.path} must be a file here; fetch it first")
+        return self.path
 
     @property
     def is_stream(self) -> bool:
@@ -114,10 +123,12 @@ def find(
         raise InputError("the separator is empty; name the text between two documents")
     if documents and separator:
         raise InputError("a separator and --documents both divide the text; pass one of them")
-    files = [file for path in paths for file in _files(Path(path))]
+    files: list[SourcePath] = []
+    for path in map(Path, paths):
+        files += hub_files(path) if is_address(path) else _files(path)
     if not files:
         raise InputError("no source is named; name files or folders of text, or - for stdin")
-    seen: set[Path] = set()
+    seen: set[SourcePath] = set()
     for file in files:
         resolved = file.resolve()
         if resolved in seen:
@@ -336,7 +347,7 @@ def _json_column(source: SourceFile, head: bytes) -> str:
     return _chosen(source.name, source.column, names) if names else source.column or "text"
 
 
-def _parquet_schema_and_rows(path: Path) -> tuple[pa.Schema, int]:
+def _parquet_schema_and_rows(path: SourcePath) -> tuple[pa.Schema, int]:
     try:
         import pyarrow as pa
         from pyarrow import parquet
@@ -344,17 +355,23 @@ def _parquet_schema_and_rows(path: Path) -> tuple[pa.Schema, int]:
         raise MissingExtra("pyarrow", "data") from error
 
     try:
-        file = parquet.ParquetFile(path)
+        file = parquet.ParquetFile(path.open() if isinstance(path, HubFile) else path)
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError(f"{path}: not a parquet file: {error}") from error
     with file:
         return file.schema_arrow, file.metadata.num_rows
 
 
-TABLES = {"parquet": _parquet_schema_and_rows, "arrow": arrow.schema_and_rows}
+def _arrow_schema_and_rows(path: SourcePath) -> tuple[pa.Schema, int]:
+    if isinstance(path, HubFile):
+        raise InputError(f"{path} is an Arrow stream; fetch it first and name the file")
+    return arrow.schema_and_rows(path)
 
 
-def _table_column(path: Path, column: str | None, schema: pa.Schema, rows: int) -> str:
+TABLES = {"parquet": _parquet_schema_and_rows, "arrow": _arrow_schema_and_rows}
+
+
+def _table_column(path: SourcePath, column: str | None, schema: pa.Schema, rows: int) -> str:
     """The column the user named, or `text`, or the only one that holds text."""
     texts = [field.name for field in schema if _is_text(field.type)]
     others = [name for name in texts if name != "id"]

@@ -34,6 +34,7 @@ from typing import Any, BinaryIO, Protocol, cast
 
 from packhorse.data.sources import bz2streams
 from packhorse.data.sources.bz2streams import PIECE_BYTES, RATIO, Allowance
+from packhorse.data.sources.hub import SourcePath
 from packhorse.errors import InputError, MissingExtra
 
 Pieces = Iterator[tuple[bytes, str]]  # text and "", or b"" and a problem
@@ -94,7 +95,7 @@ def packing_of(head: bytes) -> str:
     return "tar" if head[257:262] == b"ustar" else ""
 
 
-def packing_of_file(path: Path) -> tuple[str, ...]:
+def packing_of_file(path: SourcePath) -> tuple[str, ...]:
     """How a file is packed, from the outside in: ("gzip", "tar") for a .tar.gz."""
     if path == STANDARD_INPUT:
         outer = packing_of(standard_input().peek(_MAGIC_BYTES))
@@ -123,7 +124,7 @@ def _peek_packed(packed: bytes, packing: str) -> bytes:
     return text[:_MAGIC_BYTES]
 
 
-def open_streams(path: Path, packing: tuple[str, ...]) -> Iterator[TextStream]:
+def open_streams(path: SourcePath, packing: tuple[str, ...]) -> Iterator[TextStream]:
     """The texts of a file that is packed this way (`packing_of_file`), each read to its end.
 
     A stream must be read before the next one is asked for.
@@ -375,9 +376,9 @@ def _tar_pieces(archive: tarfile.TarFile, info: tarfile.TarInfo, reader: _PieceR
         _note_cut(reader, error)
 
 
-def _zip_streams(path: Path) -> Iterator[TextStream]:
+def _zip_streams(path: SourcePath) -> Iterator[TextStream]:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with path.open("rb") as packed, zipfile.ZipFile(packed) as archive:
             end = 0
             for info in archive.infolist():
                 end += info.compress_size
