@@ -258,7 +258,7 @@ def _unpacked_bytes(chunk: Chunk) -> int:
 
     if chunk.counts_rows:
         return 0
-    if chunk.data is None and chunk.source.compressed:
+    if chunk.data is None and chunk.source.packing:
         pieces = bz2streams.unpacked(chunk.source.path, chunk.begin, chunk.end)
         return sum(len(text) for text, _ in pieces)
     return chunk.end - chunk.begin

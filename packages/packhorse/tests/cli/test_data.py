@@ -49,10 +49,11 @@ def test_a_single_document_is_warned_of(cli, home: Path, tmp_path: Path) -> None
     flags = ("--tokenizer", home / "vocab.txt", "--max-length", 32, "--workers", 1)
     result = cli("data", "build", tmp_path / "one.txt", tmp_path / "pairs", *flags)
     assert (
-        result.code == 0 and "in a single document every sentence pair is consecutive" in result.err
+        result.code == 0
+        and "every sentence pair is consecutive, because a document stood alone" in result.err
     )
     result = cli("data", "build", tmp_path / "one.txt", tmp_path / "single", *flags, "--single")
-    assert result.code == 0 and "single document" not in result.err
+    assert result.code == 0 and "stood alone" not in result.err
 
 
 def test_a_seed_below_zero_is_refused(cli, tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ def test_a_plot(cli, home: Path) -> None:
         ),
         (
             [*ALL, "--eval-count", "5"],
-            "--eval-count needs --eval-hashes",
+            "--eval-count needs --eval-fraction or --eval-hashes",
         ),
         ([*ALL, "--max-bad", "-1"], "max_bad is -1"),
         ([*ALL, "--seed", "-1"], "seed is -1"),

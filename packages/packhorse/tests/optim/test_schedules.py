@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from packhorse.errors import InputError
-from packhorse.optim import SCHEDULES, constant, linear, polynomial
+from packhorse.optim import SCHEDULES, constant, cosine, linear, polynomial, wsd
 
 
 @pytest.mark.parametrize(
@@ -94,3 +94,48 @@ def test_under_lambda_lr_a_resumed_run_has_the_same_rates(name: str) -> None:
 def test_settings_that_make_no_schedule_are_refused(wrong: Any) -> None:
     with pytest.raises(InputError):
         wrong(3)
+
+
+def test_cosine_and_wsd_are_those_of_transformers() -> None:
+    """Its functions, on the same optimizer; they count steps and floors as ours do."""
+    transformers = pytest.importorskip("transformers", reason="no transformers")
+    ours_and_theirs = [
+        (
+            partial(cosine, total=40, warmup=6),
+            lambda optimizer: transformers.get_cosine_schedule_with_warmup(optimizer, 6, 40),
+        ),
+        (
+            partial(cosine, total=40, warmup=6, end=0.1),
+            lambda optimizer: transformers.get_cosine_with_min_lr_schedule_with_warmup(
+                optimizer, 6, 40, min_lr_rate=0.1
+            ),
+        ),
+        (
+            partial(wsd, total=40, warmup=6, decay=10),
+            lambda optimizer: transformers.get_wsd_schedule(
+                optimizer,
+                num_warmup_steps=6,
+                num_decay_steps=10,
+                num_training_steps=40,
+                decay_type="linear",
+            ),
+        ),
+    ]
+    for ours, make in ours_and_theirs:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        theirs = make(optimizer)
+        rates = []
+        for _ in range(41):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            theirs.step()
+        assert rates == pytest.approx([ours(step) for step in range(41)])
+
+
+def test_a_decay_that_does_not_fit_is_refused() -> None:
+    for wrong in (partial(wsd, total=10, warmup=5, decay=6), partial(wsd, total=10, decay=-1)):
+        with pytest.raises(InputError, match="must fit"):
+            wrong(0)
+    assert [wsd(step, total=4) for step in range(6)] == [1.0] * 6
+    falling = [wsd(step, total=10, decay=4, end=0.2) for step in (6, 8, 10, 11)]
+    assert falling == pytest.approx([1.0, 0.6, 0.2, 0.2])

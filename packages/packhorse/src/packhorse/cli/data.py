@@ -35,6 +35,7 @@ SOURCES = Group("Sources", sort_key=1)
 EXAMPLES = Group("Examples", sort_key=2)
 ROWS = Group("Rows", sort_key=2)
 HELD_OUT = Group("Held out", sort_key=3)
+CLEANING = Group("Cleaning", sort_key=3)
 GRAPHCORE = Group("Graphcore's records", sort_key=3)
 WORK = Group("Work", sort_key=4)
 
@@ -50,15 +51,33 @@ SOURCE_COUNTS = {
     "redirects": "redirects",
     "not_articles": "pages that are no articles",
     "empty": "without text",
+    "repaired": "repaired",
+    "too_short": "too short",
+    "too_long": "too long",
+    "other_languages": "in other languages",
+    "duplicates": "duplicates",
+    "near_duplicates": "near duplicates",
     "bad": "unreadable",
 }
+# Counts that are shown only where there is something to count.
+RARE_COUNTS = (
+    "repaired", "too_short", "too_long", "other_languages", "duplicates", "near_duplicates"
+)  # fmt: skip
 SourcesAndOut = Annotated[
-    Path, Parameter(name="SOURCE... OUT", help="Source files or folders, then the output folder.")
+    Path,
+    Parameter(
+        name="SOURCE... OUT",
+        help="Source files or folders, then the output folder.",
+        allow_leading_hyphen=True,  # for `-`; `_split_paths` refuses other words that begin so
+    ),
 ]
 
 
 def _split_paths(paths: tuple[Path, ...]) -> tuple[tuple[Path, ...], Path]:
     """Split the arguments `SOURCE... OUT`."""
+    for path in map(str, paths):
+        if path.startswith("-") and path != "-":
+            raise InputError(f"unknown option: {path}; if it is a file, write ./{path}")
     if len(paths) < 2:
         raise InputError("name one source or more and, last, the folder for the result")
     return paths[:-1], paths[-1]
@@ -76,13 +95,35 @@ class BuildFlags:
         str, flag(group=EXAMPLES, help="vocab.txt, tokenizer.json, a model's folder or hub id.")
     ]
     format: Annotated[
-        Literal["mediawiki", "wikiextractor", "sentences", "text", "jsonl", "parquet", "arrow"]
+        Literal[
+            "mediawiki", "wikiextractor", "sentences", "text", "jsonl", "json", "parquet", "arrow"
+        ]
         | None,
         flag(group=SOURCES, help="Format of the sources; default detected for each."),
     ] = None
     column: Annotated[
         str | None, flag(group=SOURCES, help="Column of the text, if a source is a table.")
     ] = None
+    documents: Annotated[
+        Literal["file", "titles", "blank-lines", "lines"] | None,
+        flag(
+            group=SOURCES,
+            help="What a document of plain text is: a file, or what stands between titles (= A =), "
+            "blank lines or line ends; default guessed, and told.",
+        ),
+    ] = None
+    separator: Annotated[
+        str | None,
+        flag(group=SOURCES, help="Text between two documents of plain text: <|endoftext|>."),
+    ] = None
+    bad_bytes: Annotated[
+        Literal["skip", "repair"],
+        flag(
+            group=SOURCES,
+            help="Documents with bytes that are not UTF-8: skip them, or replace the bytes.",
+            show_default=True,
+        ),
+    ] = "skip"
     max_bad: Annotated[
         int, flag(group=SOURCES, help="Skip up to N unreadable documents.", show_default=True)
     ] = 0
@@ -150,7 +191,41 @@ class BuildFlags:
     ] = None
     eval_count: Annotated[
         int | None,
-        flag(group=HELD_OUT, help="Exact number of sequences in OUT/eval; default 10,000."),
+        flag(
+            group=HELD_OUT,
+            help="Exact number of sequences in OUT/eval; default 10,000, or with --eval-fraction "
+            "at most that.",
+        ),
+    ] = None
+
+    eval_fraction: Annotated[
+        float | None,
+        flag(
+            group=HELD_OUT,
+            help="Share of the documents to hold out as OUT/eval, chosen by a hash of their text.",
+        ),
+    ] = None
+
+    dedup: Annotated[
+        Literal["exact", "near"] | None,
+        flag(
+            group=CLEANING,
+            help="Leave out documents that repeat an earlier one: with the same text, or (near) "
+            "with 80 % of their runs of five tokens in common.",
+        ),
+    ] = None
+    languages: Annotated[
+        tuple[str, ...],
+        flag(group=CLEANING, help="Keep documents in these languages (en, de …)."),
+    ] = ()
+    report_languages: Annotated[
+        bool, flag(group=CLEANING, help="Count the documents of each language.")
+    ] = False
+    min_characters: Annotated[
+        int, flag(group=CLEANING, help="Leave out shorter documents.", show_default=True)
+    ] = 0
+    max_characters: Annotated[
+        int | None, flag(group=CLEANING, help="Leave out longer documents.")
     ] = None
 
     engine: Annotated[
@@ -187,16 +262,18 @@ class BuildFlags:
 def build(*paths: SourcesAndOut, flags: BuildFlags, json: JsonFlag = False) -> None:
     """Build a dataset of packed rows from files and folders of text.
 
-    Sources are MediaWiki dumps (xml, xml.bz2), WikiExtractor's output, text with
-    one sentence per line, plain text, jsonl, parquet or folders saved by the
-    datasets library (FOLDER/train for one split). OUT gets the folders train,
-    with --eval-hashes also eval, and the tokenizer. After a kill, a full disk or
+    Sources are plain text, jsonl, JSON arrays, parquet, MediaWiki dumps (xml),
+    WikiExtractor's output, text with one sentence per line, or folders saved by
+    the datasets library (FOLDER/train for one split). All but parquet may be
+    packed (gz, bz2, xz, zst, tar, zip); - is standard input. OUT gets the folders
+    train, with --eval-hashes also eval, and the tokenizer. After a kill, a full disk or
     Ctrl-C (exit code 130) the same command resumes. The result is the same, byte
     for byte, for any number of workers.
 
     Try:
       packhorse data build enwiki.xml.bz2 corpus --tokenizer vocab.txt
       packhorse data build texts/ corpus --tokenizer ./bert --max-length 128
+      zstdcat texts.zst | packhorse data build - corpus --tokenizer ./bert
     """
     from packhorse.data.corpus.building import build
 
@@ -204,16 +281,18 @@ def build(*paths: SourcesAndOut, flags: BuildFlags, json: JsonFlag = False) -> N
     start = time.perf_counter()
     try:
         with build_progress() as watch:
-            built = build(config, watch)
+            built = build(config, watch, note)
     except KeyboardInterrupt:
         note(f"{config.out}: finished work is kept; run the same command to resume")
         raise
     seconds = time.perf_counter() - start
     counts = built.train.config["found"]
-    if config.recipe.next_sentence and counts.get("documents") == 1:
+    if alone := counts.get("without_other"):
+        share = "every" if alone == counts["sequences"] else f"{alone:,} of {counts['sequences']:,}"
         note(
-            "warning: in a single document every sentence pair is consecutive, so next-sentence "
-            "prediction has nothing to learn; add documents (each file is one), or pass --single"
+            f"warning: {share} sentence pair is consecutive, because a document stood alone in its "
+            "part of the corpus, and next-sentence prediction has nothing to learn from these; "
+            "say with --documents what a document is, add documents, or pass --single"
         )
     if built.already:
         note(f"{config.out} was built already, by the same command; nothing to do")
@@ -229,13 +308,24 @@ def build(*paths: SourcesAndOut, flags: BuildFlags, json: JsonFlag = False) -> N
 
 
 def _build_config(paths: tuple[Path, ...], flags: BuildFlags) -> "BuildOptions":
-    from packhorse.data.corpus.building import EVAL_COUNT, BuildOptions
+    from packhorse.data.corpus.building import BuildOptions
+    from packhorse.data.corpus.cleaning import Cleaning
     from packhorse.data.packed.masking import Recipe
     from packhorse.data.sources.chunking import CHUNK_BYTES
 
     sources, out = _split_paths(paths)
-    if flags.eval_count is not None and flags.eval_hashes is None:
-        raise InputError("--eval-count needs --eval-hashes, which selects the held-out documents")
+    selects_none = flags.eval_hashes is None and not flags.eval_fraction
+    if flags.eval_count is not None and selects_none:
+        raise InputError(
+            "--eval-count needs --eval-fraction or --eval-hashes, which select held-out documents"
+        )
+    cleaning = Cleaning(
+        min_characters=flags.min_characters,
+        max_characters=flags.max_characters,
+        languages=tuple(code for word in flags.languages for code in word.split(",")),
+        report_languages=flags.report_languages,
+        duplicates=flags.dedup,
+    )
     recipe = Recipe(
         max_length=flags.max_length,
         short_probability=flags.short_probability,
@@ -255,8 +345,13 @@ def _build_config(paths: tuple[Path, ...], flags: BuildFlags) -> "BuildOptions":
         max_per_pack=flags.max_per_pack or None,
         kind=flags.format,
         column=flags.column,
+        documents=flags.documents,
+        separator=flags.separator,
+        repair=flags.bad_bytes == "repair",
+        cleaning=cleaning,
         eval_hashes=flags.eval_hashes,
-        eval_count=EVAL_COUNT if flags.eval_count is None else flags.eval_count,
+        eval_fraction=flags.eval_fraction or 0.0,
+        eval_count=flags.eval_count,
         max_bad=flags.max_bad,
         chunk_bytes=CHUNK_BYTES if flags.chunk_bytes is None else flags.chunk_bytes,
         shard_bytes=flags.shard_bytes,
@@ -317,12 +412,12 @@ def _show_built(out: Path, built: "CorpusResult", seconds: float) -> None:
         note(f"warning: {counts['bad']:,} unreadable documents were skipped")
 
 
-def _source_counts(counts: dict[str, int]) -> str:
+def _source_counts(counts: dict[str, Any]) -> str:
     """Say what the sources held, as far as it was counted."""
     parts = [
         f"{counts[name]:,} {label}"
         for name, label in SOURCE_COUNTS.items()
-        if counts.get(name) is not None
+        if counts.get(name) is not None and (counts[name] or name not in RARE_COUNTS)
     ]
     return ", ".join(parts)
 
@@ -517,6 +612,13 @@ def stats(
         Path | None,
         Parameter(help="Plot the lengths before and after packing: png, svg or pdf."),
     ] = None,
+    html: Annotated[
+        Path | None,
+        Parameter(
+            help="Write a page to look at: lengths, languages, duplicates (what `data build` "
+            "counted) and samples."
+        ),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Show the contents of a dataset of packed rows: counts, how full rows are, samples.
@@ -527,21 +629,28 @@ def stats(
     Try:
       packhorse data stats corpus
       packhorse data stats corpus/train --samples 10 --plot lengths.png
+      packhorse data stats corpus --html corpus.html --samples 50
       packhorse data stats corpus --verify --json
     """
+    from packhorse.atomic import new_file
     from packhorse.data.packed import statistics
     from packhorse.reports import plots
+    from packhorse.reports.corpus_page import corpus_page
 
     plots.check(plot)
+    if html is not None and not html.expanduser().resolve().parent.is_dir():
+        raise InputError(f"cannot write {html}: there is no folder {html.parent}")
     if seed < 0:
         raise InputError(f"--seed is {seed}; it must be 0 or more")
     folders = statistics.datasets(out)
     documents = {}
+    shown: list[tuple[Statistics, list[Sample]]] = []
     for name, folder in folders.items():
         if verify:
             _verify(name, folder)
         counted = statistics.count(name, folder, top)
         chosen = _samples(out, folder, samples, seed)
+        shown.append((counted, chosen))
         _show_statistics(counted, chosen)
         documents[name] = {
             **_statistics_document(counted),
@@ -550,6 +659,10 @@ def stats(
         if plot and name == next(iter(folders)):
             plots.draw_corpus(plot, counted)
             note(f"plotted {name}: {plot}")
+    if html is not None:
+        with new_file(html.expanduser()) as file:
+            file.write(corpus_page(str(out), shown, SOURCE_COUNTS).encode())
+        note(f"wrote {html}")
     emit({"out": str(out), "verified": verify, **documents}, json)
 
 

@@ -40,6 +40,8 @@ else:
     # These commands take no words without a flag, so a list takes all that follow: --clamp 1 3.
     TrainFlags = flags_class(TrainSettings, negatives=True, consume_multiple=True)
 
+CORPUS = "corpus"  # in the folder of a run that has texts
+
 ConfigFile = Annotated[
     Path | None,
     Parameter(
@@ -81,6 +83,7 @@ def train(
 
     Try:
       packhorse train --config mini --train corpus --out runs/mini
+      packhorse train --config domain-bert --model minilm --texts docs.zst
       packhorse train --config sst2 --model minilm --seed 7
       packhorse train --config mini --train corpus --nproc 2
     """
@@ -93,12 +96,60 @@ def train(
     if print_config:
         return show_settings(settings, json)
     out = Path(settings.out) if settings.out else Path("runs") / (config.stem if config else "run")
+    if settings.texts:
+        settings = _with_corpus(settings, out)
     if dry_run:
         return show_estimate(settings, out, nproc, json)
     if nproc != 1:
         words = ["train", "--resume", resume]
         return launch_ranks(nproc, timeout, words, replace(settings, out=str(out)), json)
     _run(settings, out, resume, timeout, json)
+
+
+def _with_corpus(settings: TrainSettings, out: Path) -> TrainSettings:
+    """The settings with a corpus in place of texts; it is built in OUT, or found there."""
+    from packhorse.checkpoint.hub import resolve as find_model
+    from packhorse.cli.data import build_progress
+    from packhorse.data.corpus.building import BuildOptions, build
+    from packhorse.data.packed.masking import Recipe
+    from packhorse.train.job import ALIASES
+
+    if settings.train or settings.task != "pretrain":
+        raise InputError("texts are for pretraining, in place of train: leave train and task out")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise InputError(
+            "texts become a corpus once, not in every rank: build it with `packhorse data build`"
+            " and pass --train, or use --nproc"
+        )
+    tokenizer = settings.tokenizer or settings.model
+    if not tokenizer:
+        raise InputError("texts are tokenized: set model to start from, or tokenizer")
+    corpus = BuildOptions(
+        sources=tuple(map(Path, settings.texts)),
+        out=out / CORPUS,
+        tokenizer=find_model(ALIASES.get(tokenizer, tokenizer)),
+        recipe=Recipe(
+            max_length=settings.max_length or 512,
+            mask_probability=settings.mask_probability or 0.15,
+            max_predictions=settings.max_predictions or None,
+            whole_words=bool(settings.whole_words),
+            next_sentence=bool(settings.next_sentence),
+            seed=settings.seed,
+        ),
+        max_per_pack=None,
+        eval_fraction=settings.eval_fraction,
+    )
+    try:
+        with build_progress() as watch:
+            built = build(corpus, watch, note)
+    except InputError as error:
+        raise InputError(str(error).replace("pass --overwrite", f"remove {corpus.out}")) from error
+    counts = built.train.config["found"]
+    note(
+        f"{corpus.out}: {counts['documents']:,} documents, {counts['held_out']:,} of them held out,"
+        f" {built.train.tokens:,} tokens to learn from"
+    )
+    return replace(settings, train=str(corpus.out), texts=())
 
 
 def launch_ranks(
@@ -178,6 +229,8 @@ def _run(settings: TrainSettings, out: Path, resume: str, timeout: float, json: 
             emit(document, json and ranks.rank == 0)
             raise
         if ranks.rank == 0:
+            if outcome.model and Path(settings.train) == out / CORPUS:
+                _write_card(settings, out, outcome)
             _show_outcome(outcome, out)
             document = {"out": str(out), **asdict(outcome), "settings": asdict(settings)}
             document["model"] = outcome.model and str(outcome.model)
@@ -185,6 +238,14 @@ def _run(settings: TrainSettings, out: Path, resume: str, timeout: float, json: 
             sys.stdout.flush()
     if ranks.rank == 0 and outcome.signal:
         leave(outcome.signal, f"{out}: stopped after step {outcome.step:,}")
+
+
+def _write_card(settings: TrainSettings, out: Path, outcome: "RunOutcome") -> None:
+    from packhorse.data.packed.manifest import read_manifest
+    from packhorse.train.card import write_card
+
+    corpus = read_manifest(out / CORPUS / "train")
+    write_card(out / "model", settings, corpus, out / "log.jsonl", outcome.best)
 
 
 def _train(settings: TrainSettings, out: Path, resume: str, ranks: "RankGroup") -> "RunOutcome":

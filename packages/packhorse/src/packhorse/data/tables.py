@@ -208,7 +208,7 @@ def _parquet_rows(path: Path, choose: ChooseColumns, form: CsvFormat) -> Iterato
             raise InputError(f"{path}: not a parquet file: {error}") from error
 
 
-def rows_per_read(path: Path, group: Any, columns: Sequence[str], limit: int) -> int:
+def rows_per_read(path: object, group: Any, columns: Sequence[str], limit: int) -> int:
     """How many rows of a parquet row group may be read at once without filling the memory.
 
     A dictionary page stores a value once that every row may repeat, so a batch takes at most the

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from packhorse.optim.groups import parameter_groups
     from packhorse.optim.lamb import LAMB, load_slots
     from packhorse.optim.scaling import ScaledHyperparameters, packing_rule
-    from packhorse.optim.schedules import SCHEDULES, constant, linear, polynomial
+    from packhorse.optim.schedules import SCHEDULES, constant, cosine, linear, polynomial, wsd
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -24,7 +24,14 @@ else:
             "packhorse.optim.groups": ["parameter_groups"],
             "packhorse.optim.lamb": ["LAMB", "load_slots"],
             "packhorse.optim.scaling": ["ScaledHyperparameters", "packing_rule"],
-            "packhorse.optim.schedules": ["SCHEDULES", "constant", "linear", "polynomial"],
+            "packhorse.optim.schedules": [
+                "SCHEDULES",
+                "constant",
+                "cosine",
+                "linear",
+                "polynomial",
+                "wsd",
+            ],
         },
     )
 
@@ -33,9 +40,11 @@ __all__ = [
     "SCHEDULES",
     "ScaledHyperparameters",
     "constant",
+    "cosine",
     "linear",
     "load_slots",
     "packing_rule",
     "parameter_groups",
     "polynomial",
+    "wsd",
 ]

@@ -10,6 +10,7 @@ update changes no weight and only initializes the optimizer's averages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from packhorse.errors import InputError
@@ -58,9 +59,31 @@ def polynomial(
     return end + (1 - end) * min(1.0, remaining) ** power
 
 
+def cosine(step: int, *, total: int, warmup: int = 0, end: float = 0.0) -> float:
+    """Rise to 1 in `warmup` steps, then fall to `end` at step `total` as half a cosine wave."""
+    remaining = linear(step, total=total, warmup=warmup)
+    if step < warmup:
+        return remaining
+    return end + (1 - end) * (1 - math.cos(math.pi * remaining)) / 2
+
+
+def wsd(step: int, *, total: int, warmup: int = 0, decay: int = 0, end: float = 0.0) -> float:
+    """Rise to 1 in `warmup` steps, stay there, and fall linearly to `end` in the last `decay`."""
+    if decay < 0 or warmup + decay > total:
+        raise InputError(
+            f"a schedule of {total} steps cannot have {warmup} steps of warm-up and {decay} of"
+            " decay; both must fit"
+        )
+    if step < total - decay:
+        return constant(step, warmup=warmup)
+    return linear(step - (total - decay), total=max(1, decay), end=end) if decay else 1.0
+
+
 SCHEDULES: dict[str, Callable[..., float]] = {
     "constant": constant,
     "linear": linear,
     "polynomial": polynomial,
+    "cosine": cosine,
+    "wsd": wsd,
 }
 """The schedules by name: functions of the step, for torch's `LambdaLR`."""

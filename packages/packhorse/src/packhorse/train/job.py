@@ -121,6 +121,9 @@ class StepSchedule:
         if settings.schedule == "polynomial":
             options["power"] = settings.power
             options["decay_from_zero"] = settings.decay_from_zero
+        if settings.schedule == "wsd":
+            decay = settings.decay
+            options["decay"] = round(decay if decay >= 1 else decay * self.total)
         return settings.learning_rate * SCHEDULES[settings.schedule](step, **options)
 
     def betas(self, step: int) -> tuple[float, float]:
@@ -292,6 +295,8 @@ def _check(settings: TrainSettings) -> None:
         )
     if not settings.train:
         raise InputError("train names no data to learn from")
+    if settings.patience and not (settings.eval_every or settings.eval_every_sequences):
+        raise InputError("patience counts evaluations: set eval_every or eval_every_sequences")
     if settings.task == "pretrain" and settings.layout == "padded":
         raise InputError(
             "rows were packed when the data was built: leave layout out, or build it with "

@@ -90,6 +90,7 @@ class RunCounters:
     evaluated_sequences: int = 0  # and the sequences so far
     evaluation: dict[str, float] = field(default_factory=dict)
     best: float | None = None
+    not_better: int = 0  # evaluations since the best one
 
 
 @contextmanager
@@ -307,6 +308,8 @@ class _TrainingRun:
         max_sequences = self.job.settings.max_sequences
         if 0 < max_sequences <= self.counters.sequences:
             return True
+        if 0 < self.job.settings.patience <= self.counters.not_better:
+            return True
         return 0 < self.job.schedule.limit <= self.step or self._has_reached_target()
 
     def _has_reached_target(self) -> bool:
@@ -318,7 +321,11 @@ class _TrainingRun:
     def _evaluation_is_due(self) -> bool:
         settings = self.job.settings
         counters = self.counters
-        if self.job.feed.evaluate_on is None or counters.evaluated == self.step:
+        if self.job.feed.evaluate_on is None:
+            return False
+        if self.step == 0:
+            return settings.eval_first and not counters.evaluation
+        if counters.evaluated == self.step:
             return False
         if settings.eval_every and self.step % settings.eval_every == 0:
             return True
@@ -345,6 +352,7 @@ class _TrainingRun:
             evaluated_sequences=counters.sequences,
             evaluation=measures,
             best=value if is_better else counters.best,
+            not_better=0 if is_better else counters.not_better + 1,
         )
         self.journal.evaluation(self.step, counters.sequences, measures)
         self.watch(replace(self._status(), evaluation=measures))

@@ -82,6 +82,15 @@ class TrainSettings:
         "Training data: a folder of `packhorse data`; for tasks a table, a saved Dataset or "
         "SQuAD's JSON.",
     )
+    texts: tuple[str, ...] = setting(
+        (),
+        TASK,
+        "Texts to pretrain on, in place of train: files, folders or hf://org/name; OUT/corpus is "
+        "built of them.",
+    )
+    eval_fraction: float = setting(
+        0.05, TASK, "With texts: share of the documents to hold out for evaluation.", below=1
+    )
     eval: str = setting(
         "", TASK, "Evaluation data, in the same form; default the eval folder beside train."
     )
@@ -97,7 +106,7 @@ class TrainSettings:
         "auto", TASK, "Kind of classification; auto: inferred from the labels."
     )
     max_length: int = setting(
-        0, TASK, "Maximum tokens per sequence, for tasks; default the model's."
+        0, TASK, "Maximum tokens per sequence, for tasks and texts; default the model's, or 512."
     )
     layout: Literal["packed", "padded"] = setting(
         "packed", TASK, "padded: pad each sequence to max_length, to compare with; for tasks."
@@ -164,8 +173,11 @@ class TrainSettings:
     split_qkv: bool = setting(
         True, OPTIMIZER, "LAMB: separate trust ratios for query, key and value; false: one."
     )
-    schedule: Literal["constant", "linear", "polynomial"] = setting(
+    schedule: Literal["constant", "linear", "polynomial", "cosine", "wsd"] = setting(
         "linear", OPTIMIZER, "Schedule of the learning rate after warm-up."
+    )
+    decay: float = setting(
+        0.1, OPTIMIZER, "wsd: steps of decay at the end; below 1, that share of all steps."
     )
     warmup: float = setting(0.0, OPTIMIZER, "Steps of warm-up; below 1, that share of all steps.")
     decay_steps: int = setting(0, OPTIMIZER, "Steps until the end of the decay; default all.")
@@ -197,6 +209,10 @@ class TrainSettings:
     tensorboard: bool = setting(False, RUN, "Write figures for TensorBoard as well.")
     eval_every: int = setting(0, RUN, "Steps between evaluations; 0: only at the end.")
     eval_every_sequences: int = setting(0, RUN, "Sequences between evaluations.")
+    eval_first: bool = setting(False, RUN, "Evaluate before the first step as well.")
+    patience: int = setting(
+        0, RUN, "Stop after this many evaluations without a better measure; 0: never."
+    )
     measure: str = setting("", RUN, "Measure that defines the best; default by task.")
     target: float = setting(
         0.0, RUN, "Stop when the measure reaches it; 0: no target.", minimum=-math.inf

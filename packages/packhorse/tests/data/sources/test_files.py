@@ -54,7 +54,7 @@ def test_a_file_is_known_by_its_content_or_name(tmp_path: Path, name: str) -> No
     data, kind = KNOWN[name]
     (source,) = find([write(tmp_path / name, data)])
     assert (source.kind, source.size) == (kind, len(data))
-    assert source.compressed == data.startswith(b"BZh")
+    assert source.packing == (("bz2",) if data.startswith(b"BZh") else ())
     assert source.column == ("text" if kind == "jsonl" else None)
 
 
@@ -87,7 +87,8 @@ def test_the_order_of_paths_is_kept_and_none_counts_twice(tmp_path: Path) -> Non
         ("noise.txt", b"\0\1\2", "--format"),
         ("README", b"Some words.", "--format"),
         ("page.xml", b"<html></html>", "--format"),
-        ("a.txt.gz", gzip.compress(b"Text.", mtime=0), "gzip; unpack"),
+        ("windows.txt", "Text.".encode("utf-16"), "UTF-16; convert it"),
+        ("rows.parquet.gz", gzip.compress(b"PAR1 rows", mtime=0), "unpack it to a file"),
         ("enwiki-multistream-index.txt", b"600:10:Anarchism\n", "index of a dump"),
         ("enwiki-multistream-index1.txt.bz2", bz2.compress(b"600:10:A\n"), "index of a dump"),
         ("bomb.xml", b'<!DOCTYPE x [<!ENTITY a "aa">]>' + DUMP, "document type"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import nupunkt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +86,14 @@ def test_only_white_space_is_lost(text: str) -> None:
     sentences = split_sentences(text)
     assert without_space("".join(sentences)) == without_space(text)
     assert all(sentence == " ".join(sentence.split()) and sentence for sentence in sentences)
+
+
+@given(st.text(alphabet=st.sampled_from("aB1.!?…\"'()[]{}\u201d»\u2019*:;@ —,ß漢"), max_size=60))
+def test_what_is_not_shown_to_the_splitter_is_one_sentence_to_it(text: str) -> None:
+    text = " ".join(text.split())
+    spans = nupunkt.sent_spans(text) if text else []
+    expected = [text[begin:end].strip() for begin, end in spans]
+    assert split_sentences(text) == [sentence for sentence in expected if sentence]
 
 
 def test_long_runs_without_a_space_are_kept_and_not_looked_into() -> None:

@@ -40,6 +40,8 @@ from packhorse import __version__
 from packhorse.atomic import lock, new_file, sync
 from packhorse.data.packed import manifest
 from packhorse.data.sources.files import SourceFile
+from packhorse.data.sources.hub import HubFile, SourcePath
+from packhorse.data.sources.unpacking import STANDARD_INPUT
 from packhorse.errors import InputError
 
 HOME = ".build"
@@ -53,6 +55,7 @@ EDGE_BYTES = 1 << 20  # hashed at either end of a file
 NAMES_SHOWN = 8  # sources that a fingerprint names, for people who read it
 # Libraries whose releases may clean, split, tokenize or draw differently.
 DECISIVE_LIBRARIES = ("mwparserfromhell", "nupunkt", "numpy", "scipy", "tokenizers", "pyarrow")
+CLEANING_LIBRARIES = ("rensa", "py3langid")
 
 
 # The folder --------------------------------------------------------------------------------------
@@ -120,10 +123,10 @@ def check_outside_sources(out: Path, sources: Sequence[Path]) -> None:
             )
 
 
-def check_sources_outside(out: Path, files: Iterable[Path]) -> None:
+def check_sources_outside(out: Path, files: Iterable[SourcePath]) -> None:
     """Refuse a source file inside OUT, which may be overwritten."""
     for path in files:
-        if path.resolve().is_relative_to(out.resolve()):
+        if isinstance(path, Path) and path.resolve().is_relative_to(out.resolve()):
             raise InputError(f"{path} lies in {out}; choose another folder for the result")
 
 
@@ -167,6 +170,11 @@ def _remove_drafts(folder: Path) -> None:
     """Remove files that were being written when a process was killed."""
     for draft in folder.glob(".*.partial"):
         draft.unlink()
+
+
+def is_finished(out: Path) -> bool:
+    """Whether OUT holds a dataset and no unfinished work."""
+    return (out / "train" / manifest.NAME).exists() and not (out / HOME / STATE).exists()
 
 
 def finished_by(out: Path) -> dict[str, Any] | None:
@@ -331,16 +339,22 @@ def hash_files(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def library_versions() -> dict[str, str]:
+def library_versions(cleaned: bool = False) -> dict[str, str]:
     """The installed versions of all libraries that can change the result."""
     versions = {"packhorse": __version__}
-    for name in DECISIVE_LIBRARIES:
+    for name in DECISIVE_LIBRARIES + (CLEANING_LIBRARIES if cleaned else ()):
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions
 
 
 def _stamp(source: SourceFile) -> str:
+    if source.path == STANDARD_INPUT:  # its content is compared part by part
+        return json.dumps(["-", None, source.kind, source.column])
+    if isinstance(source.path, HubFile):  # its commit and content have names
+        hub = source.path
+        names = (hub.file, hub.repository, hub.commit, hub.content_id)
+        return json.dumps([hub.name, None, source.kind, source.column, hub.size, *names])
     try:
         status = source.path.stat()
         with source.path.open("rb") as file:

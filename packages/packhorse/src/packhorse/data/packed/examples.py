@@ -69,15 +69,38 @@ class Sequences:
 
 def tokenize(bulk: BulkTokenizer, documents: Sequence[Sequence[str]]) -> TokenizedDocuments:
     """Tokenize documents of sentences; sentences and documents without tokens are left out."""
+    return tokenize_each(bulk, documents)[0]
+
+
+def tokenize_each(
+    bulk: BulkTokenizer, documents: Sequence[Sequence[str]]
+) -> tuple[TokenizedDocuments, np.ndarray]:
+    """The same, and for each document whether it has tokens."""
     ids, bounds = bulk.encode(list(chain.from_iterable(documents)))
     not_empty = np.diff(bounds) > 0
     document_ends = np.cumsum([0, *map(len, documents)])
     document_bounds = np.concatenate([[0], np.cumsum(not_empty)])[document_ends]
-    return TokenizedDocuments(
+    tokenized = TokenizedDocuments(
         ids=ids,
         sentences=bounds[np.concatenate([[True], not_empty])],
         documents=np.unique(document_bounds),
     )
+    return tokenized, np.diff(document_bounds) > 0
+
+
+def select(documents: TokenizedDocuments, chosen: np.ndarray) -> TokenizedDocuments:
+    """The chosen documents, laid end to end; `chosen` has a truth value for each."""
+    sentences = np.repeat(chosen, np.diff(documents.documents))
+    tokens = np.repeat(sentences, np.diff(documents.sentences))
+    return TokenizedDocuments(
+        ids=documents.ids[tokens],
+        sentences=_bounds(np.diff(documents.sentences)[sentences]),
+        documents=_bounds(np.diff(documents.documents)[chosen]),
+    )
+
+
+def _bounds(sizes: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 
 def make(

@@ -18,8 +18,9 @@ from __future__ import annotations
 import bz2
 import re
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import BinaryIO
+
+from packhorse.data.sources.hub import SourcePath
 
 BLOCK_BYTES = 1 << 20
 FED_BYTES = 256
@@ -36,7 +37,7 @@ _START = re.compile(rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)")
 _START_BYTES = 10
 
 
-def starts(path: Path, begin: int = 0, end: int | None = None) -> Iterator[int]:
+def starts(path: SourcePath, begin: int = 0, end: int | None = None) -> Iterator[int]:
     """The positions at which streams begin, from byte `begin` to about byte `end`."""
     with path.open("rb") as file:
         file.seek(begin)
@@ -51,19 +52,21 @@ def starts(path: Path, begin: int = 0, end: int | None = None) -> Iterator[int]:
             tail = window[1 - _START_BYTES :]
 
 
-def unpacked(path: Path, begin: int = 0, end: int | None = None) -> Iterator[tuple[bytes, str]]:
+def unpacked(
+    path: SourcePath, begin: int = 0, end: int | None = None
+) -> Iterator[tuple[bytes, str]]:
     """Decompress the streams in a byte range, in pieces.
 
     Yields (text, ""), or (b"", problem) where data is damaged; the problem names the byte.
     """
     end = path.stat().st_size if end is None else end
-    allowance = _Allowance()
+    allowance = Allowance()
     with path.open("rb") as file:
         while begin < end:
             begin = yield from _one_stream(file, path, begin, end, allowance)
 
 
-class _Allowance:
+class Allowance:
     """How many bytes of text may still be unpacked: a bucket that packed bytes refill."""
 
     def __init__(self) -> None:
@@ -79,7 +82,7 @@ class _Allowance:
 
 
 def _one_stream(
-    file: BinaryIO, path: Path, begin: int, end: int, allowance: _Allowance
+    file: BinaryIO, path: SourcePath, begin: int, end: int, allowance: Allowance
 ) -> Generator[tuple[bytes, str], None, int]:
     """Decompress one stream; return the position of the next one."""
     decoder = bz2.BZ2Decompressor()
@@ -109,7 +112,7 @@ def _one_stream(
     return position - len(decoder.unused_data)
 
 
-def _decompress(decoder: bz2.BZ2Decompressor, fed: bytes, allowance: _Allowance) -> bytes | None:
+def _decompress(decoder: bz2.BZ2Decompressor, fed: bytes, allowance: Allowance) -> bytes | None:
     """The text that these bytes unpack to; None if it is more than the allowance."""
     pieces = [decoder.decompress(fed, PIECE_BYTES)]
     while allowance.spend(len(pieces[-1])):

@@ -2,13 +2,13 @@
 
 A chunk is a range of about `size` bytes that begins where a document does. It is small to send,
 and the worker reads the bytes itself; here only the surroundings of each cut are read. Where a file
-cannot be read from the middle (a bz2 of one stream, or whose streams end inside documents) the text
-is unpacked here, once and in order, and sent along in `data`; so are the rows of a parquet file's
-large row groups, in `cells`. Chunks are made lazily, so only one of these is in memory at a time. A
-document longer than `size` is a chunk of its own.
+cannot be read from the middle (packed files, but for a dump in many bz2 streams; JSON arrays;
+standard input) the text is unpacked here, once and in order, and sent along in `data`; so are the
+rows of a parquet file's large row groups, in `cells`. Chunks are made lazily, so only one of these
+is in memory at a time. A document longer than `size` is a chunk of its own.
 
-Cuts depend on the file and `size` alone. In plain text, where nothing separates documents, a long
-file is cut at a blank line, and the text between two cuts is a document.
+Cuts depend on the file and `size` alone. Where a whole file of plain text is a document, a long one
+is cut at a blank line, and the text between two cuts is a document.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packhorse.data.sources import arrow, bz2streams
-from packhorse.data.sources.files import SourceFile
+from packhorse.data.sources import arrow, bz2streams, json_array
+from packhorse.data.sources.files import SourceFile, member_source
+from packhorse.data.sources.hub import HubFile, SourcePath
+from packhorse.data.sources.text_buffer import TextBuffer
+from packhorse.data.sources.unpacking import STANDARD_INPUT, TextStream, open_streams
 from packhorse.data.tables import rows_per_read
 from packhorse.errors import InputError
 
@@ -36,18 +38,23 @@ ROWS_PER_READ = 256  # of a parquet file, at most
 EARLY_BYTES = 1 << 26  # of a dump: enough to hold the first of many streams
 
 _FIRST_LOOK = 1 << 16
+_BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
+_LINE_END = re.compile(rb"\n")
 # A chunk may begin at the end of a match. Of several patterns the first that matches is used.
 _BOUNDARIES = {
     "mediawiki": [re.compile(rb"(?=<page>)")],
     "wikiextractor": [re.compile(rb"\n(?=<doc )")],
     # Of many line ends in a row the first two are MLPerf's separator; the rest belong to the next.
     "sentences": [re.compile(rb"(?<=[^\r\n])\r?\n\r?\n")],
-    "text": [
-        re.compile(rb"\n(?=[ \t]*= [^=\n]+ =[ \t\r]*\n)"),
-        re.compile(rb"\n[ \t\r]*\n"),
-        re.compile(rb"\n"),
-    ],
-    "jsonl": [re.compile(rb"\n")],
+    "jsonl": [_LINE_END],
+    "json": [_LINE_END],
+}
+# The same of plain text, by what divides it into documents.
+_TEXT_BOUNDARIES = {
+    "titles": [re.compile(rb"\n(?=[ \t]*= [^=\n]+ =[ \t\r]*\n)"), _BLANK_LINE, _LINE_END],
+    "file": [_BLANK_LINE, _LINE_END],
+    "blank-lines": [_BLANK_LINE],
+    "lines": [_LINE_END],
 }
 
 
@@ -67,6 +74,7 @@ class Chunk:
     last: bool = False  # of its source
     problems: tuple[str, ...] = ()  # found while `data` or `cells` were unpacked
     cells: tuple[bytes | None, ...] | None = None
+    stored: int | None = None  # bytes of the file that it stands for, where that is known
 
     @property
     def counts_rows(self) -> bool:
@@ -94,14 +102,25 @@ def _source_chunks(source: SourceFile, size: int) -> Iterator[Chunk]:
         return _parquet_chunks(source, size)
     if source.kind == "arrow":
         return _arrow_chunks(source, size)
-    if not source.compressed:
+    if not source.is_stream:
         return _byte_chunks(source, size)
-    if source.kind == "mediawiki" and _streams_hold_pages(source.path):
+    is_packed_dump = source.kind == "mediawiki" and source.packing == ("bz2",)
+    if is_packed_dump and source.path != STANDARD_INPUT and _streams_hold_pages(source.path):
         return _bz2_stream_chunks(source, size)
-    return _unpacked_chunks(source, size)
+    return _stream_chunks(source, size)
+
+
+def _boundaries(source: SourceFile) -> list[re.Pattern[bytes]]:
+    """Where the documents of a source begin: patterns, of which the first that matches is used."""
+    if source.kind != "text":
+        return _BOUNDARIES[source.kind]
+    if source.separator:
+        return [re.compile(re.escape(source.separator.encode()))]
+    return _TEXT_BOUNDARIES[source.documents]
 
 
 def _byte_chunks(source: SourceFile, size: int) -> Iterator[Chunk]:
+    boundaries = _boundaries(source)
     with source.path.open("rb") as file:
 
         def peek(position: int, count: int) -> bytes:
@@ -110,14 +129,19 @@ def _byte_chunks(source: SourceFile, size: int) -> Iterator[Chunk]:
 
         begin = 0
         while begin < source.size:
-            end = min(_cut(peek, begin + size, source.kind, size), source.size)
+            end = min(_cut(peek, begin + size, boundaries, size), source.size)
             yield Chunk(source, 0, begin, end, last=end == source.size)
             begin = end
 
 
-def _cut(peek: Callable[[int, int], bytes], position: int, kind: str, size: int) -> int:
+def _cut(
+    peek: Callable[[int, int], bytes],
+    position: int,
+    boundaries: Sequence[re.Pattern[bytes]],
+    size: int,
+) -> int:
     """The first position from here on where a document begins, or the end of the text."""
-    *preferred, boundary = _BOUNDARIES[kind]
+    *preferred, boundary = boundaries
     for pattern in preferred:
         text = peek(position, max(size, _FIRST_LOOK))
         if match := pattern.search(text):
@@ -134,7 +158,7 @@ def _cut(peek: Callable[[int, int], bytes], position: int, kind: str, size: int)
         count *= 4
 
 
-def _streams_hold_pages(path: Path) -> bool:
+def _streams_hold_pages(path: SourcePath) -> bool:
     """Whether bz2 streams begin with a page, as in MediaWiki's dumps; the first two are checked.
 
     Other programs (pbzip2) cut streams anywhere. If a later one is cut nevertheless, the reader
@@ -154,54 +178,55 @@ def _bz2_stream_chunks(source: SourceFile, size: int) -> Iterator[Chunk]:
     yield Chunk(source, 0, begin, source.size, last=True)
 
 
-class _Unpacking:
-    """Text that is unpacked only as far as it is looked at, and taken from the front."""
-
-    def __init__(self, path: Path) -> None:
-        self.pieces = bz2streams.unpacked(path)
-        self.text = bytearray()
-        self.problems: list[str] = []
-
-    def peek(self, position: int, count: int) -> bytes:
-        while len(self.text) < position + count and (piece := next(self.pieces, None)):
-            text, problem = piece
-            self.text += text
-            if problem:
-                self.problems.append(problem)
-        return bytes(self.text[position : position + count])
-
-    def take(self, count: int) -> tuple[bytes, tuple[str, ...]]:
-        taken = bytes(self.text[:count])
-        problems = tuple(self.problems)
-        del self.text[:count], self.problems[:]
-        return taken, problems
+def _stream_chunks(source: SourceFile, size: int) -> Iterator[Chunk]:
+    """The chunks of a file that is unpacked here, or of each file in an archive."""
+    counted = 0  # bytes of the packed file
+    for stream in open_streams(source.path, source.packing):
+        buffer = TextBuffer(stream.pieces)
+        try:
+            text_source = member_source(source, stream.member, buffer)
+        except InputError as error:
+            problems = buffer.take(0)[1]
+            yield Chunk(source, 0, 0, 0, b"", problems=problems or (str(error),), stored=0)
+            continue
+        if text_source.kind == "json":
+            buffer = TextBuffer(json_array.as_lines(buffer.remaining()))
+        for chunk in _unpacked_chunks(text_source, stream, buffer, size):
+            if stream.packed_bytes is not None:
+                position = stream.packed_bytes()
+                chunk = replace(chunk, stored=position - counted)
+                counted = position
+            yield chunk
 
 
-def _unpacked_chunks(source: SourceFile, size: int) -> Iterator[Chunk]:
-    unpacking = _Unpacking(source.path)
+def _unpacked_chunks(
+    source: SourceFile, stream: TextStream, buffer: TextBuffer, size: int
+) -> Iterator[Chunk]:
+    boundaries = _boundaries(source)
     begin = 0
     last = False
     while not last:
-        data, problems = unpacking.take(_cut(unpacking.peek, size, source.kind, size))
-        last = not unpacking.peek(0, 1)
+        data, problems = buffer.take(_cut(buffer.peek, size, boundaries, size))
+        last = not buffer.peek(0, 1)
         if last:  # damage after the last text, which peek has come across, belongs to this chunk
-            problems += unpacking.take(0)[1]
+            problems += buffer.take(0)[1]
         end = begin + len(data)
         yield Chunk(source, 0, begin, end, data, last, problems)
         begin = end
 
 
-def open_parquet(path: Path) -> parquet.ParquetFile:
+def open_parquet(path: SourcePath) -> parquet.ParquetFile:
     """A parquet file that is read page by page, never a whole column of a row group at once."""
     from pyarrow import parquet
 
+    source = path.open() if isinstance(path, HubFile) else path
     return parquet.ParquetFile(
-        path, buffer_size=1 << 16, pre_buffer=False, page_checksum_verification=True
+        source, buffer_size=1 << 16, pre_buffer=False, page_checksum_verification=True
     )
 
 
 def texts_of_group(
-    path: Path,
+    path: SourcePath,
     file: parquet.ParquetFile,
     group: int,
     column: str | None,
@@ -246,7 +271,7 @@ def _parquet_chunks(source: SourceFile, size: int) -> Iterator[Chunk]:
 def _arrow_chunks(source: SourceFile, size: int) -> Iterator[Chunk]:
     """Chunks of as many rows of an Arrow stream as hold `size` bytes; the worker reads them."""
     begin = end = text_bytes = 0
-    for length in arrow.lengths(source.path, str(source.column)):
+    for length in arrow.lengths(source.local_path, str(source.column)):
         if text_bytes >= size:
             yield Chunk(source, 0, begin, end)
             begin = end

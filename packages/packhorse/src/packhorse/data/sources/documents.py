@@ -27,10 +27,10 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
+from functools import cache
 from itertools import accumulate, groupby, pairwise
-from pathlib import Path
 from typing import Any
 
 from packhorse.data.sources import arrow, bz2streams, wiki
@@ -41,6 +41,8 @@ from packhorse.data.sources.chunking import (
     open_parquet,
     texts_of_group,
 )
+from packhorse.data.sources.files import ARCHIVE, SourceFile
+from packhorse.data.sources.hub import SourcePath
 from packhorse.errors import InputError, MissingExtra
 
 # Why a document was passed over.
@@ -51,6 +53,9 @@ EMPTY = "empty"
 LONGEST_WORD = 1000  # characters; nupunkt's time grows with the square of a word's length
 
 _BLANK_LINE = re.compile(r"\n\s*\n")
+# All places where nupunkt looks for the end of a sentence, and a few more. Most paragraphs of
+# documentation (headings, items of lists) have none, and nupunkt takes longer to say so.
+_MAY_END_INSIDE = re.compile(r"""[.?!\u2026][)";}\]*:@({\[\s?!\u201d\u00bb'\u2019]""")
 _HEADING = re.compile(r"^[ \t]*= .* =[ \t\r]*$", re.MULTILINE)
 _TITLE_LINE = re.compile(rb"^[ \t]*= [^=\n]+ =[ \t\r]*$", re.MULTILINE)
 _LINE_ENDS = re.compile(rb"[\r\n]*")
@@ -65,6 +70,7 @@ class Document:
     name: str
     sentences: list[str]
     text_md5: str
+    repaired: bool = False  # bytes that are no UTF-8 were replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,7 @@ class ReadTally:
     redirects: int = 0
     not_articles: int = 0  # pages of other namespaces
     empty: int = 0
+    repaired: int = 0  # of the documents
     bad: tuple[BadDocument, ...] = ()
 
     def __add__(self, addend: ReadTally) -> ReadTally:
@@ -100,8 +107,10 @@ def read(chunk: Chunk) -> tuple[list[Document], ReadTally]:
         outcomes: list[ReadOutcome] = [*_table(chunk)]
     else:
         data, problems = _load(chunk)
-        damage = [BadDocument(str(chunk.source.path), problem) for problem in problems]
-        outcomes = [*damage, *_READERS[chunk.source.kind](data, chunk)]
+        damage = [BadDocument(chunk.source.name, problem) for problem in problems]
+        outcomes = [*damage]
+        if chunk.source.kind != ARCHIVE:  # such a chunk only tells what is wrong
+            outcomes += _READERS[chunk.source.kind](data, chunk)
     documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
     return documents, ReadTally(
         documents=len(documents),
@@ -109,6 +118,7 @@ def read(chunk: Chunk) -> tuple[list[Document], ReadTally]:
         redirects=outcomes.count(REDIRECT),
         not_articles=outcomes.count(NOT_AN_ARTICLE),
         empty=outcomes.count(EMPTY),
+        repaired=sum(document.repaired for document in documents),
         bad=tuple(outcome for outcome in outcomes if isinstance(outcome, BadDocument)),
     )
 
@@ -119,7 +129,7 @@ def _load(chunk: Chunk) -> tuple[bytes, list[str]]:
         return chunk.data, list(chunk.problems)
     path = chunk.source.path
     try:
-        if chunk.source.compressed:
+        if chunk.source.packing:
             return _unpack(path, chunk.begin, chunk.end)
         with path.open("rb") as file:
             file.seek(chunk.begin)
@@ -133,7 +143,7 @@ def _load(chunk: Chunk) -> tuple[bytes, list[str]]:
     return data, []
 
 
-def _unpack(path: Path, begin: int, end: int) -> tuple[bytes, list[str]]:
+def _unpack(path: SourcePath, begin: int, end: int) -> tuple[bytes, list[str]]:
     """The text of packed bytes, at most as long as one document may be, and what is wrong."""
     text = bytearray()
     problems: list[str] = []
@@ -152,19 +162,33 @@ def _unpack(path: Path, begin: int, end: int) -> tuple[bytes, list[str]]:
 
 def _place(chunk: Chunk, offset: int) -> str:
     """How messages name a byte of the chunk's text."""
+    if chunk.source.kind == "json" and not chunk.source.packing:
+        return f"{chunk.source.name}, byte {chunk.begin + offset}"
     if chunk.data is not None:
-        return f"{chunk.source.path}, byte {chunk.begin + offset} of its text"
-    if chunk.source.compressed:
+        return f"{chunk.source.name}, byte {chunk.begin + offset} of its text"
+    if chunk.source.packing:
         return f"{chunk.source.path}, byte {offset} of the text packed from byte {chunk.begin}"
     return f"{chunk.source.path}, byte {chunk.begin + offset}"
 
 
-def _try_document(place: str, make: Callable[..., Document | str], *arguments: Any) -> ReadOutcome:
-    """The document that `make` returns, or the reason why it cannot."""
+def _try_document(
+    chunk: Chunk, place: str, make: Callable[..., Document | str], body: bytes, *arguments: Any
+) -> ReadOutcome:
+    """The document that `make` returns of `body`, or the reason why it cannot."""
+    repaired = False
+    if chunk.source.repair:
+        try:
+            body.decode("utf-8")
+        except UnicodeDecodeError:
+            body = body.decode("utf-8", "replace").encode()
+            repaired = True
     try:
-        return make(*arguments)
+        outcome = make(body, *arguments)
     except ValueError as error:
         return BadDocument(place, str(error))
+    if repaired and isinstance(outcome, Document):
+        return replace(outcome, repaired=True)
+    return outcome
 
 
 def _document(name: str, paragraphs: Iterable[str]) -> Document | str:
@@ -193,7 +217,7 @@ def _mediawiki(data: bytes, chunk: Chunk) -> Iterator[ReadOutcome]:
         place = _place(chunk, element.begin)
         is_header = chunk.begin == 0 and element.begin == 0
         if element.state == wiki.WHOLE:
-            yield _try_document(place, _article, body, chunk.source.hidden)
+            yield _try_document(chunk, place, _article, body, chunk.source.hidden)
         elif element.state == wiki.UNCLOSED:
             title = _title_of(body)
             yield BadDocument(place, f"the page {title!r} has no end: the dump is cut here")
@@ -222,7 +246,7 @@ def _wikiextractor(data: bytes, chunk: Chunk) -> Iterator[ReadOutcome]:
         body = data[element.begin : element.end]
         place = _place(chunk, element.begin)
         if element.state == wiki.WHOLE:
-            yield _try_document(place, _extracted, body)
+            yield _try_document(chunk, place, _extracted, body)
         elif element.state == wiki.UNCLOSED:
             yield BadDocument(place, "a <doc> without </doc>: the file is cut here")
         else:
@@ -245,11 +269,11 @@ def _sentence_lines(data: bytes, chunk: Chunk) -> Iterator[ReadOutcome]:
         body = data[begin : separator.start() if separator else len(data)]
         if body.strip():
             place = _place(chunk, begin)
-            yield _try_document(place, _article_of_lines, place, body, odd_line_end)
+            yield _try_document(chunk, place, _article_of_lines, body, place, odd_line_end)
         position = separator.end() if separator else len(data)
 
 
-def _article_of_lines(place: str, body: bytes, odd_line_end: bool) -> Document:
+def _article_of_lines(body: bytes, place: str, odd_line_end: bool) -> Document:
     text = _decode(body)
     lines = [line.strip() for line in text.split("\n")]
     hashed = f"\n{text}" if odd_line_end else text
@@ -257,15 +281,39 @@ def _article_of_lines(place: str, body: bytes, odd_line_end: bool) -> Document:
 
 
 def _text(data: bytes, chunk: Chunk) -> Iterator[ReadOutcome]:
-    titles = [title.start() for title in _TITLE_LINE.finditer(data)]
-    for begin, end in pairwise([0, *titles, len(data)]):
+    for begin, end in _text_bounds(data, chunk.source):
         if data[begin:end].strip():
             place = _place(chunk, begin)
-            yield _try_document(place, _plain, place, data[begin:end])
+            yield _try_document(chunk, place, _plain, data[begin:end], place, chunk.source)
 
 
-def _plain(place: str, body: bytes) -> Document | str:
+def _text_bounds(data: bytes, source: SourceFile) -> Iterator[tuple[int, int]]:
+    """Where the documents of plain text begin and end, separators left out."""
+    if source.documents == "file":
+        yield 0, len(data)
+        return
+    if source.documents == "titles":
+        titles = [title.start() for title in _TITLE_LINE.finditer(data)]
+        yield from pairwise([0, *titles, len(data)])
+        return
+    begin = 0
+    for match in _divider(source.documents, source.separator).finditer(data):
+        yield begin, match.start()
+        begin = match.end()
+    yield begin, len(data)
+
+
+@cache
+def _divider(documents: str, separator: str) -> re.Pattern[bytes]:
+    if separator:
+        return re.compile(re.escape(separator.encode()))
+    return re.compile(rb"\n" if documents == "lines" else rb"\n(?:[ \t\r]*\n)+")
+
+
+def _plain(body: bytes, place: str, source: SourceFile) -> Document | str:
     text = _decode(body)
+    if source.documents != "titles":
+        return _document(place, [text])
     first_line = text.lstrip().partition("\n")[0]
     name = first_line.strip(" =\r") if _TITLE_LINE.match(body) else place
     return _document(name, [_HEADING.sub("\n\n", text)])
@@ -276,11 +324,11 @@ def _jsonl(data: bytes, chunk: Chunk) -> Iterator[ReadOutcome]:
     for line in data.split(b"\n"):
         if line.strip():
             place = _place(chunk, offset)
-            yield _try_document(place, _json_document, place, line, chunk.source.column)
+            yield _try_document(chunk, place, _json_document, line, place, chunk.source.column)
         offset += len(line) + 1
 
 
-def _json_document(place: str, line: bytes, column: str) -> Document | str:
+def _json_document(line: bytes, place: str, column: str) -> Document | str:
     try:
         value = json.loads(_decode(line))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -300,6 +348,7 @@ _READERS: dict[str, Callable[[bytes, Chunk], Iterator[ReadOutcome]]] = {
     "sentences": _sentence_lines,
     "text": _text,
     "jsonl": _jsonl,
+    "json": _jsonl,
 }
 
 
@@ -315,22 +364,22 @@ def _table(chunk: Chunk) -> Iterator[ReadOutcome]:
     try:
         for text in _rows(chunk) if chunk.cells is None else chunk.cells:
             place = f"{path}, row {row}"
-            yield _try_document(place, _cell_document, place, text)
+            yield _try_document(chunk, place, _cell_document, text or b"", place)
             row += 1
     except (pa.ArrowException, OSError) as error:
         yield BadDocument(str(path), lost_rows(row, chunk.end, error))
     yield from (BadDocument(str(path), problem) for problem in chunk.problems)
 
 
-def _cell_document(place: str, text: bytes | None) -> Document | str:
-    return _document(place, _decode(text or b"").split("\n"))
+def _cell_document(text: bytes, place: str) -> Document | str:
+    return _document(place, _decode(text).split("\n"))
 
 
 def _rows(chunk: Chunk) -> Iterator[bytes | None]:
     if chunk.source.kind == "parquet":
         return _row_group(chunk)
     column = str(chunk.source.column)
-    return arrow.texts_between(chunk.source.path, column, chunk.begin, chunk.end)
+    return arrow.texts_between(chunk.source.local_path, column, chunk.begin, chunk.end)
 
 
 def _row_group(chunk: Chunk) -> Iterator[bytes | None]:
@@ -368,7 +417,7 @@ def split_sentences(text: str) -> list[str]:
     sentences: list[str] = []
     for paragraph in _BLANK_LINE.split(text):
         words = paragraph.split()
-        if max(map(len, words), default=0) <= LONGEST_WORD:
+        if len(paragraph) <= LONGEST_WORD or max(map(len, words), default=0) <= LONGEST_WORD:
             sentences += _punkt_sentences(" ".join(words))
             continue
         # A run of characters this long is no sentence; it stands alone, unseen by the splitter.
@@ -378,13 +427,14 @@ def split_sentences(text: str) -> list[str]:
     return sentences
 
 
-def _punkt_sentences(text: str) -> Iterator[str]:
+def _punkt_sentences(text: str) -> list[str]:
+    if not _MAY_END_INSIDE.search(text):
+        return [text] if text else []
     try:
         import nupunkt
     except ImportError as error:
         raise MissingExtra("nupunkt", "data") from error
 
     starts = [start for start, _ in nupunkt.sent_spans(text)][1:]
-    for start, end in zip([0, *starts], [*starts, len(text)], strict=True):
-        if sentence := text[start:end].strip():
-            yield sentence
+    ends = zip([0, *starts], [*starts, len(text)], strict=True)
+    return [sentence for start, end in ends if (sentence := text[start:end].strip())]
