@@ -1,9 +1,9 @@
 """The torch model as a backend: `backend(packed, heads) -> tensors`, on its device, in its dtype.
 
-On a CPU linear layers are frozen (prepared once for inference). With `graphs` a batch is padded to
-a bucket and the layers are compiled for it (all layers share the compiled code of one), and on CUDA
-the encoder is recorded as a graph: a bucket is prepared once and then costs one launch. Heads with
-an output per sequence are recorded with it, because to launch their few small kernels takes as long
+On a CPU linear layers are frozen (prepared once for inference), with `int8` those of the encoder in
+int8. With `graphs` a batch is padded to a bucket and the layers are compiled for it (all layers
+share the compiled code of one), and on CUDA the encoder is recorded as a graph: a bucket is
+prepared once and then costs one launch. Heads with an output per sequence are recorded with it, because to launch their few small kernels takes as long
 as the graph of a short text; the others run outside, on the batch without padding. With `fixed`,
 batches have the shapes of `invariant`.
 
@@ -33,6 +33,7 @@ from torch import Tensor
 from packhorse import executable
 from packhorse.errors import KernelError
 from packhorse.model.freeze import can_freeze, freeze, widen
+from packhorse.model.int8 import freeze_int8
 from packhorse.model.model import Model
 from packhorse.packing.batch import Packed, numbers_to, unflatten
 from packhorse.runtime.batches import PER_TOKEN
@@ -71,7 +72,12 @@ class TorchBackend:
     """Runs a model in inference mode: frozen, compiled per bucket, or in fixed shapes."""
 
     def __init__(
-        self, model: Model, device: torch.device, graphs: Graphs = False, fixed: int = 0
+        self,
+        model: Model,
+        device: torch.device,
+        graphs: Graphs = False,
+        fixed: int = 0,
+        int8: bool = False,
     ) -> None:
         self.model = model.eval().to(device)
         self.device = device
@@ -89,6 +95,8 @@ class TorchBackend:
         self.largest = math.inf if graphs is True else LARGEST_SMALL  # tokens of a batch
         with torch.inference_mode():
             model.bert.fold()
+        if int8:
+            freeze_int8(self.model.bert.layers)
         if device.type == "cpu":
             frozen = can_freeze(next(model.parameters()).dtype) and not self.graphs
             (freeze if frozen else widen)(self.model)

@@ -1,8 +1,9 @@
 """Load a model and decide where and how it runs: device, number format, attention kernel.
 
 `dtype="auto"` is measured, not guessed: each format that the device computes in hardware encodes
-the same texts, and the fastest whose vectors stay within cosine 0.999 of fp32 is taken. `invariant`
-is the opposite trade: batches are padded to fixed shapes so that results are equal bit by bit.
+the same texts, and the fastest whose vectors stay within cosine 0.999 of fp32 is taken. int8 is
+never among them. `invariant` is the opposite trade: batches are padded to fixed shapes so that
+results are equal bit by bit.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def load(
     A file that `packhorse onnx pack` wrote runs on ONNX Runtime as it is.
 
     device: "cpu", "cuda" …; by default the accelerator, if there is one. dtype: "fp32", "bf16",
-    "fp16" or "auto"; by default fp32 on a CPU and bf16 on CUDA. kernel: an attention kernel by
+    "fp16", "int8" (matrix products on a CPU, see `model.int8`) or "auto"; by default fp32 on a CPU
+    and bf16 on CUDA. kernel: an attention kernel by
     name; by default the fastest that supports device and dtype. graphs: compile each bucket of
     shapes, and on CUDA replay it as a graph; "small" only does the latter, for batches of up to
     16,384 tokens, which take longer to launch than to compute. budget: tokens per batch. invariant:
@@ -167,10 +169,14 @@ def _open(
     invariant: bool = False,
 ) -> Encoder:
     pick = shapes.pick if invariant else attention.pick
+    int8 = dtype == torch.int8
+    if int8:
+        check_int8(device, bool(graphs))
+    floats = devices.float_dtype(dtype)
     # Raise for a kernel that cannot run here before reading the weights, which takes long.
-    pick(device, dtype, name=kernel)
-    loaded = load(device=device, dtype=dtype)
-    choice = pick(device, dtype, name=kernel, **loaded.config.needs)
+    pick(device, floats, name=kernel)
+    loaded = load(device=device, dtype=floats)
+    choice = pick(device, floats, name=kernel, **loaded.config.needs)
     side_by_side = device.type == "cpu" and not graphs and not invariant
     tokens = budget or TOKENS_PER_BATCH.get(device.type, 16384)
     if side_by_side and not budget:
@@ -195,7 +201,7 @@ def _open(
     return Encoder(
         name=loaded.name,
         tokenizer=tokenizer,
-        backend=TorchBackend(loaded.model, device, graphs, fixed),
+        backend=TorchBackend(loaded.model, device, graphs, fixed, int8),
         heads=tuple(loaded.model.heads),
         width=head.width(loaded.config.hidden_size) if isinstance(head, Embed) else 0,
         labels=loaded.labels,
@@ -218,6 +224,14 @@ def _open(
         digests=fingerprint.digests(loaded),
         **sentence.comparing(loaded.layout),
     )
+
+
+def check_int8(device: torch.device, graphs: bool = False) -> None:
+    """Raise `InputError` where a model cannot run in int8."""
+    if device.type != "cpu":
+        raise InputError(f"dtype int8 is for CPUs, not for {device}; use bf16 there")
+    if graphs:
+        raise InputError("dtype int8 and graphs cannot be combined; leave out graphs")
 
 
 def _fastest(
