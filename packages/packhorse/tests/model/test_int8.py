@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,6 +175,7 @@ def batch(rng) -> Packed:
 def replaced_one_by_one(bert: Bert) -> Bert:
     """The same model with plain modules around linear layers in fp32 steps: the reference."""
     bert = deepcopy(bert)
+    layer: Any
     for layer in bert.layers:
         layer.attention.qkv = Int8Linear(layer.attention.qkv)
         layer.attention.out = Int8Linear(layer.attention.out)

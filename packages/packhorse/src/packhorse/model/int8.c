@@ -87,33 +87,87 @@ INLINE void write(const Rows *rows, long row, long column, __mmask16 mask, __m51
 
 /* ---- quantization ---- */
 
+/* Rows are read in blocks of four vectors, because a chain of sums or minima through one register
+ * would wait for itself. `left` is a constant in all blocks but the last, which needs masks. */
+#define BLOCK (4 * LANES)
+#define EACH_IN_BLOCK UNROLL for (int j = 0; j < 4; j++)
+#define EACH_BLOCK(width, i, left, body)                                                           \
+    do {                                                                                           \
+        long i = 0;                                                                                \
+        for (; i + BLOCK <= (width); i += BLOCK) {                                                 \
+            const long left = BLOCK;                                                               \
+            body;                                                                                  \
+        }                                                                                          \
+        if (i < (width)) {                                                                         \
+            const long left = (width) - i;                                                         \
+            body;                                                                                  \
+        }                                                                                          \
+    } while (0)
+
+INLINE __mmask16 lanes_of(long left, int j) { return left > j * LANES ? lanes(left - j * LANES) : 0; }
+
+typedef struct {
+    __m512 low[4], high[4];
+    __m512i size[4]; /* the largest magnitude, as an integer, which sees NaN and infinity */
+} Range;
+
+INLINE void widen(Range *range, const Rows *from, long row, long i, long left) {
+    EACH_IN_BLOCK {
+        __m512 x = read(from, row, i + j * LANES, lanes_of(left, j));
+        __m512i size = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
+        range->low[j] = _mm512_min_ps(range->low[j], x);
+        range->high[j] = _mm512_max_ps(range->high[j], x);
+        range->size[j] = _mm512_max_epu32(range->size[j], size);
+    }
+}
+
+INLINE void round_block(const Rows *from, long row, long i, long left, float steps, int32_t zero,
+                        uint8_t *q, long room) {
+    /* Packing works within quarters of a register, so quarters end up in this order. */
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    __m512i n[4];
+    EACH_IN_BLOCK {
+        __m512 x = read(from, row, i + j * LANES, lanes_of(left, j));
+        x = _mm512_mul_ps(x, _mm512_set1_ps(steps));
+        n[j] = _mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(zero));
+    }
+    __m512i bytes = _mm512_packus_epi16(_mm512_packs_epi32(n[0], n[1]),
+                                        _mm512_packs_epi32(n[2], n[3]));
+    bytes = _mm512_permutexvar_epi32(order, bytes);
+    if (left == BLOCK) _mm512_storeu_si512(q + i, bytes);
+    else _mm512_mask_storeu_epi8(q + i, (1ull << room) - 1, bytes);
+}
+
+INLINE void quantize_rows(const Rows *from, long first, long count, const Quantized *to) {
+    const long width = from->width;
+    for (long row = 0; row < count; row++) {
+        Range range = {0};
+        EACH_BLOCK(width, i, left, widen(&range, from, first + row, i, left));
+        __m512 low = _mm512_min_ps(range.low[0], range.low[1]);
+        __m512 high = _mm512_max_ps(range.high[0], range.high[1]);
+        __m512i size = _mm512_max_epu32(range.size[0], range.size[1]);
+        low = _mm512_min_ps(low, _mm512_min_ps(range.low[2], range.low[3]));
+        high = _mm512_max_ps(high, _mm512_max_ps(range.high[2], range.high[3]));
+        size = _mm512_max_epu32(size, _mm512_max_epu32(range.size[2], range.size[3]));
+        const float bottom = _mm512_reduce_min_ps(low);
+        const float scale = (_mm512_reduce_max_ps(high) - bottom) / 255;
+        const float steps = scale > 1e-30f ? 1 / scale : 0;
+        const int32_t zero = (int32_t)rintf(-bottom * steps);
+        to->scale[row] = _mm512_reduce_max_epu32(size) < 0x7f800000 ? scale : NAN;
+        to->zero[row] = zero;
+        uint8_t *q = to->q + row * to->step;
+        EACH_BLOCK(width, i, left,
+                   round_block(from, first + row, i, left, steps, zero, q, to->step - i));
+    }
+}
+
 /* The range of a row includes 0, so that 0 is exact. A row with NaN or infinity gets the scale NaN,
  * which makes its results NaN. */
 APART void quantize(const Rows *from, long first, long count, const Quantized *to) {
-    const long width = from->width;
-    for (long row = 0; row < count; row++) {
-        __m512 low = _mm512_setzero_ps(), high = low, spoiled = low;
-        for (long i = 0; i < width; i += LANES) {
-            __m512 x = read(from, first + row, i, lanes(width - i));
-            low = _mm512_min_ps(low, x);
-            high = _mm512_max_ps(high, x);
-            spoiled = _mm512_fmadd_ps(x, _mm512_setzero_ps(), spoiled);
-        }
-        const float bottom = _mm512_reduce_min_ps(low), top = _mm512_reduce_max_ps(high);
-        const float scale = (top - bottom) / 255;
-        const float steps = scale > 1e-30f ? 1 / scale : 0;
-        const int32_t zero = (int32_t)rintf(-bottom * steps);
-        to->scale[row] = scale + _mm512_reduce_add_ps(spoiled);
-        to->zero[row] = zero;
-        uint8_t *q = to->q + row * to->step;
-        for (long i = 0; i < width; i += LANES) {
-            __m512 x = _mm512_mul_ps(read(from, first + row, i, lanes(width - i)),
-                                     _mm512_set1_ps(steps));
-            __m512i n = _mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(zero));
-            n = _mm512_max_epi32(n, _mm512_setzero_si512());
-            _mm_mask_storeu_epi8(q + i, lanes(to->step - i), _mm512_cvtusepi32_epi8(n));
-        }
-    }
+    Rows rows = *from;
+    rows.bf16 = 0; /* a constant below: no branch per vector */
+    if (from->bf16) rows.bf16 = 1, quantize_rows(&rows, first, count, to);
+    else quantize_rows(&rows, first, count, to);
 }
 
 /* ---- products ---- */
@@ -189,8 +243,8 @@ INLINE __m512 activate(__m512 x, int activation) {
     }
 }
 
-APART void write_tile(const Linear *linear, const Quantized *x, long row, long rows, long panel,
-                      const int32_t *sums, int activation, const Rows *out, long first) {
+INLINE void write_vectors(const Linear *linear, const Quantized *x, long row, long rows, long panel,
+                          const int32_t *sums, const Rows *out, long first, const int activation) {
     for (int v = 0; v < VECTORS; v++) {
         const long column = panel * PANEL + v * LANES;
         if (column >= linear->outputs) return;
@@ -206,6 +260,16 @@ APART void write_tile(const Linear *linear, const Quantized *x, long row, long r
             y = activate(_mm512_fmadd_ps(y, scale, bias), activation);
             write(out, first + row + r, column, mask, y);
         }
+    }
+}
+
+APART void write_tile(const Linear *linear, const Quantized *x, long row, long rows, long panel,
+                      const int32_t *sums, int activation, const Rows *out, long first) {
+    switch (activation) { /* a constant in each call: no branch per vector */
+    case GELU: write_vectors(linear, x, row, rows, panel, sums, out, first, GELU); return;
+    case GELU_TANH: write_vectors(linear, x, row, rows, panel, sums, out, first, GELU_TANH); return;
+    case RELU: write_vectors(linear, x, row, rows, panel, sums, out, first, RELU); return;
+    default: write_vectors(linear, x, row, rows, panel, sums, out, first, NONE);
     }
 }
 
@@ -225,35 +289,59 @@ static void multiply(const Linear *linear, const Quantized *x, long count, int a
 
 /* ---- LayerNorm of x + residual, two passes as in add_norm.c ---- */
 
+INLINE __m512 total(const __m512 *sums) {
+    __m512 sum = _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3]));
+    return _mm512_set1_ps(_mm512_reduce_add_ps(sum));
+}
+
+INLINE void add(float *x, const Rows *residual, long row, long i, long left, __m512 *sums) {
+    EACH_IN_BLOCK {
+        const __mmask16 mask = lanes_of(left, j);
+        float *at = x + i + j * LANES;
+        __m512 y = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, at),
+                                 read(residual, row, i + j * LANES, mask));
+        _mm512_mask_storeu_ps(at, mask, y);
+        sums[j] = _mm512_add_ps(sums[j], y);
+    }
+}
+
+INLINE void deviate(const float *x, __m512 mean, long i, long left, __m512 *squares) {
+    EACH_IN_BLOCK {
+        const __mmask16 mask = lanes_of(left, j);
+        __m512 y = _mm512_maskz_loadu_ps(mask, x + i + j * LANES);
+        y = _mm512_maskz_sub_ps(mask, y, mean);
+        squares[j] = _mm512_fmadd_ps(y, y, squares[j]);
+    }
+}
+
+INLINE void scale_block(const Norm *norm, const float *x, __m512 mean, __m512 scale, const Rows *out,
+                        long row, long i, long left) {
+    EACH_IN_BLOCK {
+        const __mmask16 mask = lanes_of(left, j);
+        const long column = i + j * LANES;
+        __m512 y = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, x + column), mean);
+        y = _mm512_fmadd_ps(_mm512_mul_ps(y, scale),
+                            _mm512_maskz_loadu_ps(mask, norm->weight + column),
+                            _mm512_maskz_loadu_ps(mask, norm->bias + column));
+        write(out, row, column, mask, y);
+    }
+}
+
+/* `x` is fp32 and overwritten. */
 APART void add_norm(const Norm *norm, const Rows *x, const Rows *residual, long first,
                     const Rows *out, long out_first, long count) {
     const long width = norm->width;
-    float *sum = x->at; /* [count, width], overwritten */
-    for (long row = 0; row < count; row++, sum += width) {
-        __m512 total = _mm512_setzero_ps(), squares = total;
-        for (long i = 0; i < width; i += LANES) {
-            const __mmask16 mask = lanes(width - i);
-            __m512 y = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, sum + i),
-                                     read(residual, first + row, i, mask));
-            _mm512_mask_storeu_ps(sum + i, mask, y);
-            total = _mm512_add_ps(total, y);
-        }
-        const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(total) / width);
-        for (long i = 0; i < width; i += LANES) {
-            const __mmask16 mask = lanes(width - i);
-            __m512 y = _mm512_maskz_sub_ps(mask, _mm512_maskz_loadu_ps(mask, sum + i), mean);
-            squares = _mm512_fmadd_ps(y, y, squares);
-        }
-        const float variance = _mm512_reduce_add_ps(squares) / width;
-        const __m512 scale = _mm512_set1_ps(1 / sqrtf(variance + norm->eps));
-        for (long i = 0; i < width; i += LANES) {
-            const __mmask16 mask = lanes(width - i);
-            __m512 y = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, sum + i), mean);
-            y = _mm512_fmadd_ps(_mm512_mul_ps(y, scale),
-                                _mm512_maskz_loadu_ps(mask, norm->weight + i),
-                                _mm512_maskz_loadu_ps(mask, norm->bias + i));
-            write(out, out_first + row, i, mask, y);
-        }
+    for (long row = 0; row < count; row++) {
+        float *sum = (float *)x->at + row * width;
+        __m512 sums[4] = {0}, squares[4] = {0};
+        EACH_BLOCK(width, i, left, add(sum, residual, first + row, i, left, sums));
+        const __m512 mean = _mm512_div_ps(total(sums), _mm512_set1_ps(width));
+        EACH_BLOCK(width, i, left, deviate(sum, mean, i, left, squares));
+        __m512 variance = _mm512_div_ps(total(squares), _mm512_set1_ps(width));
+        variance = _mm512_add_ps(variance, _mm512_set1_ps(norm->eps));
+        const __m512 scale = _mm512_div_ps(_mm512_set1_ps(1), _mm512_sqrt_ps(variance));
+        EACH_BLOCK(width, i, left,
+                   scale_block(norm, sum, mean, scale, out, out_first + row, i, left));
     }
 }
 

@@ -112,7 +112,7 @@ def padded_by_ours(encoder: Encoder) -> Run:
 
 
 def padded_by_transformers(encoder: Encoder, model: str, batch_size: int) -> Run:
-    """Run transformers in the encoder's precision, beside int8 in fp32; vectors are normalized means."""
+    """Run transformers in the encoder's precision, int8 in fp32; vectors are normalized means."""
     folder = hub.resolve(model)
     layout = sentence.read(folder)
     home = layout.transformer if layout else folder

@@ -3,9 +3,9 @@
 On a CPU linear layers are frozen (prepared once for inference), with `int8` those of the encoder in
 int8. With `graphs` a batch is padded to a bucket and the layers are compiled for it (all layers
 share the compiled code of one), and on CUDA the encoder is recorded as a graph: a bucket is
-prepared once and then costs one launch. Heads with an output per sequence are recorded with it, because to launch their few small kernels takes as long
-as the graph of a short text; the others run outside, on the batch without padding. With `fixed`,
-batches have the shapes of `invariant`.
+prepared once and then costs one launch. Heads with an output per sequence are recorded with it,
+because to launch their few small kernels takes as long as the graph of a short text; the others run
+outside, on the batch without padding. With `fixed`, batches have the shapes of `invariant`.
 
 To launch the kernels of a batch takes 4 to 8 ms on CUDA, whatever its size; a small batch computes
 for less. `graphs="small"` therefore records such batches and compiles nothing: a bucket then takes
