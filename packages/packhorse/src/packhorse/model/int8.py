@@ -192,8 +192,9 @@ class Int8Layer(nn.Module):
         self.down = Int8Linear(layer.down)
         # In a tuple, because `freeze` would replace them if they were modules of this one.
         self.norms = (layer.attention_norm, layer.norm)
-        attention.qkv = Int8Linear(attention.qkv, dtype=dtype)
-        attention.out = nn.Identity()
+        # `setattr`, because their type is that of the linear layers they replace.
+        setattr(attention, "qkv", Int8Linear(attention.qkv, dtype=dtype))  # noqa: B010
+        setattr(attention, "out", nn.Identity())  # noqa: B010
         self.attention = attention
 
     def forward(self, x: Tensor, plan: AttentionPlan) -> Tensor:

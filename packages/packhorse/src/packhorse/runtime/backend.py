@@ -1,6 +1,6 @@
 """The torch model as a backend: `backend(packed, heads) -> tensors`, on its device, in its dtype.
 
-On a CPU linear layers are frozen (prepared once for inference), with `int8` those of the encoder in
+On a CPU linear layers are frozen (prepared once for inference), with `int8` most of the encoder in
 int8. With `graphs` a batch is padded to a bucket and the layers are compiled for it (all layers
 share the compiled code of one), and on CUDA the encoder is recorded as a graph: a bucket is
 prepared once and then costs one launch. Heads with an output per sequence are recorded with it,
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -78,6 +78,7 @@ class TorchBackend:
         graphs: Graphs = False,
         fixed: int = 0,
         int8: bool = False,
+        kept: Collection[str] = (),
     ) -> None:
         self.model = model.eval().to(device)
         self.device = device
@@ -96,7 +97,7 @@ class TorchBackend:
         with torch.inference_mode():
             model.bert.fold()
         if int8:
-            freeze_int8(self.model.bert.layers)
+            freeze_int8(self.model.bert.layers, kept)
         if device.type == "cpu":
             frozen = can_freeze(next(model.parameters()).dtype) and not self.graphs
             (freeze if frozen else widen)(self.model)
