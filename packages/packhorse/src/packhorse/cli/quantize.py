@@ -56,7 +56,7 @@ def quantize(
 
     Try:
       packhorse quantize sentence-transformers/all-MiniLM-L6-v2 ./minilm-int8
-      packhorse quantize ./my-model ./my-model-int8 --calibrate texts.txt --json
+      packhorse quantize ./my-model ./my-model-int8 --calibrate texts.jsonl --json
     """
     from packhorse import checkpoint
     from packhorse.runtime import quality, quantizing
