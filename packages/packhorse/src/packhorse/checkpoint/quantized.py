@@ -3,9 +3,9 @@ reads: `weight` holds integers, `weight_scale` [channels, 1] their step per outp
 configuration names the scheme under `quantization_config`.
 
 A file holds integers and what they stand for is loaded, so that every dtype runs such a model; in
-int8 the same integers come out again. Only linear layers of the encoder are written this way. Read
-are 8-bit integers with a scale per channel or per tensor and without zero points; another scheme is
-refused by name.
+int8 the same integers come out again, if the largest of a channel is 127, as it is in files written
+here. Only linear layers of the encoder are written this way. Read are 8-bit integers with a scale
+per channel or per tensor and without zero points; another scheme is refused by name.
 """
 
 from __future__ import annotations
