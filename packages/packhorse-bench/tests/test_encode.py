@@ -47,6 +47,15 @@ def test_rows_of_ours_and_a_peer() -> None:
         assert row.cosine_min <= row.cosine_mean
 
 
+@pytest.mark.parametrize("request_int8", [{"int8": True}, {"dtypes": ("fp32", "int8")}])
+def test_int8_is_a_lane_of_ours(request_int8: dict) -> None:
+    rows = encode.measure(request_for(**request_int8, graphs=False)).rows
+    assert [(row.dtype, row.order) for row in rows] == [
+        (dtype, order) for dtype in ("fp32", "int8") for order in ("arrival", "sorted")
+    ]
+    assert all(row.cosine_min > 0.999 for row in rows)
+
+
 def test_passages_of_an_exact_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "DISTINCT", 16)
     texts = ("a mule carries sacks to the market", "the old horse is good with no load at all")

@@ -299,7 +299,7 @@ def _torch_backend(backend: object) -> TorchBackend:
 
 
 def _candidates(request: EncodeRequest, folder: Path, setting: PeerSetting) -> list[Candidate]:
-    """Every engine to measure, ours first in each dtype; int8 of the peers last."""
+    """Every engine to measure, ours first in each dtype; int8 last."""
     names = request.peers
     if names is None:
         names = tuple(name for name in peers.PEERS if find_spec(name.replace("-", "_")))
@@ -309,7 +309,8 @@ def _candidates(request: EncodeRequest, folder: Path, setting: PeerSetting) -> l
     if request.invariant:
         variants.append("invariant")
     candidates = []
-    for dtype in request.dtypes:
+    dtypes = [dtype for dtype in request.dtypes if dtype != "int8"]
+    for dtype in dtypes:
         for variant in variants:
             open_ours = partial(
                 packhorse_engine, folder, dtype, setting.device, request.budget, variant
@@ -321,7 +322,11 @@ def _candidates(request: EncodeRequest, folder: Path, setting: PeerSetting) -> l
         if request.compile_peers:
             compiled = partial(peers.transformers_compiled, setting, dtype)
             candidates.append(Candidate("transformers compiled", dtype, compiled))
-    for name in [name for name in peers.INT8 if request.int8 and name in names]:
+    if not request.int8 and "int8" not in request.dtypes:
+        return candidates
+    open_ours = partial(packhorse_engine, folder, "int8", setting.device, request.budget)
+    candidates.append(Candidate(_engine_name(""), "int8", open_ours))
+    for name in [name for name in peers.INT8 if name in names]:
         candidates.append(Candidate(name, "int8", partial(peers.PEERS[name], setting, "int8")))
     return candidates
 

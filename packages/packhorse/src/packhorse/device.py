@@ -19,6 +19,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp64": torch.float64,
+    "int8": torch.int8,  # of products; all else of such a model is fp32, see `model.int8`
 }
 
 
@@ -66,6 +67,11 @@ def default_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cpu" or not fast_bf16(device):
         return torch.float32
     return torch.bfloat16
+
+
+def float_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of weights and hidden states in a model of `dtype`: int8 is for products alone."""
+    return torch.float32 if dtype == torch.int8 else dtype
 
 
 def fast_bf16(device: torch.device) -> bool:

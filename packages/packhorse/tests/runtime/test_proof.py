@@ -47,6 +47,15 @@ def test_no_result_depends_on_neighbors(make_model, kernel: str, dtype: torch.dt
     assert [p for p in proofs if not p.passed] == []
 
 
+@pytest.mark.parametrize("kernel", ON_CPU)
+def test_no_result_of_int8_depends_on_neighbors(make_model, kernel: str) -> None:
+    if not serves(kernel, torch.float32):
+        pytest.skip(f"{kernel} does not serve fp32 here")
+    proofs = list(proof.prove(make_model(torch.float32), CPU, [kernel], packs=2, int8=True))
+    assert {p.dtype for p in proofs} == {"int8"}
+    assert [p for p in proofs if not p.passed] == []
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
 )

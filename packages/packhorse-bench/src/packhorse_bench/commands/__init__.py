@@ -142,7 +142,7 @@ class MoreWays:
     compile_peers: Annotated[
         bool, flag("--compile-peers", help="transformers under torch.compile as well.")
     ] = False
-    int8: Annotated[bool, flag("--int8", help="Peers in int8 as well.")] = False
+    int8: Annotated[bool, flag("--int8", help="Ours and peers in int8 as well.")] = False
 
 
 @app.command
@@ -156,7 +156,9 @@ def encode(
     tokens: Annotated[
         int | None, flag("--tokens", help="Passages of the texts, of exactly so many tokens each.")
     ] = None,
-    dtype: Annotated[str, flag("--dtype", help="fp32, bf16, fp16; several with commas.")] = "fp32",
+    dtype: Annotated[
+        str, flag("--dtype", help="fp32, bf16, fp16, int8; several with commas.")
+    ] = "fp32",
     device: Annotated[str | None, flag("--device", help="cpu, cuda …")] = None,
     count: Annotated[int, flag("--count", help="Texts or sequences.")] = 256,
     repeats: Annotated[int, flag("--repeats", help="Timed rounds, all engines in each.")] = 5,

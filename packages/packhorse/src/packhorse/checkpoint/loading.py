@@ -20,6 +20,7 @@ from packhorse.checkpoint import (
     hf,
     judging,
     names,
+    quantized,
     sentence,
     sources,
     stored_adapters,
@@ -57,6 +58,8 @@ class Checkpoint:
     notes: tuple[str, ...] = ()  # what its reader changed or left out
     report: LoadReport = field(default_factory=LoadReport, repr=False)
     gelu: Gelu = field(default_factory=Gelu)
+    quantized: bool = False  # its file holds int8
+    kept: tuple[str, ...] = ()  # linear layers below `bert.layers` that are never int8
     raw: dict[str, Any] = field(
         default_factory=dict[str, Any], repr=False
     )  # the configuration as read
@@ -130,7 +133,9 @@ def load(
     try:
         ignored = building.drop_ignored(contents.tensors, ignore)
         task = str(adapter) if stored else None
-        canonical, form, chosen = _canonical(source, contents, config, heads, gelu, task)
+        canonical, form, chosen, dequantized = _canonical(
+            source, contents, config, heads, gelu, task
+        )
         building.check_encoder(ignored, canonical)
         if vocab_size or max_positions:
             canonical = names.resize(
@@ -155,6 +160,14 @@ def load(
         report = building.place(
             checkpoint.model, canonical, table, torch.device(device), dtype, ignored
         )
+        kept: tuple[str, ...] = ()
+        if dequantized:
+            weights = quantized.quantizable(checkpoint.model.state_dict())
+            in_file = {
+                name: [canonical.name_in_file(part) for part in names.sources(name, table)]
+                for name in weights
+            }
+            kept = quantized.kept_layers(in_file, dequantized)
         bad_values = [] if allow_nonfinite else report.bad_values(dtype)
         building.raise_problems("the weights hold", bad_values)
     except CheckpointError as error:
@@ -168,6 +181,8 @@ def load(
         notes=notes + chosen + building.ignored_notes(ignored) + report.unused_notes(),
         report=report,
         gelu=form,
+        quantized=bool(dequantized),
+        kept=kept,
     )
 
 
@@ -183,8 +198,11 @@ def _canonical(
     heads: int | None,
     gelu: str | None,
     task: str | None,
-) -> tuple[CanonicalCheckpoint, Gelu, tuple[str, ...]]:
-    """The tensors by canonical name, the GELU, and notes; `contents.tensors` is emptied."""
+) -> tuple[CanonicalCheckpoint, Gelu, tuple[str, ...], set[str]]:
+    """The tensors by canonical name, the GELU, notes, and which tensors the file holds in int8.
+
+    `contents.tensors` is emptied.
+    """
     tensors = contents.tensors
     names_in_file: dict[str, str] = {}
     foreign = str
@@ -194,10 +212,13 @@ def _canonical(
         foreign = partial(_variable_name, scope)
     raw = configuration.find(source.folder, config, heads, tensors, _config_names(source))
     raw, form = choose_gelu(raw, contents, gelu)
+    dequantized = quantized.dequantize(raw, tensors)
+    if dequantized:
+        raw = {key: value for key, value in raw.items() if key != quantized.KEY}
     chosen = stored_adapters.merge(tensors, raw, task)
     if source.layout:
         tensors |= sentence.read_tensors(source.layout)
-    return names.canonical(raw, tensors, names_in_file, foreign), form, chosen
+    return names.canonical(raw, tensors, names_in_file, foreign), form, chosen, dequantized
 
 
 def _variable_name(scope: str, name: str) -> str:

@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from packhorse.checkpoint import files, hf, names, sentence
+from packhorse.checkpoint import files, hf, names, quantized, sentence
 from packhorse.checkpoint.loading import Checkpoint
 from packhorse.checkpoint.names.tf1 import to_tensorflow
 from packhorse.checkpoint.tensorflow import tf1
@@ -33,12 +34,14 @@ def write(
     *,
     to: str = "hf",
     overwrite: bool = False,
+    int8: bool = False,
     max_shard_bytes: int = 5_000_000_000,
 ) -> Path:
     """Write a folder that transformers ("hf"), TensorFlow ("tf1") or ONNX Runtime ("onnx") loads.
 
     The tokenizer is copied from the checkpoint's folder. Keys of its configuration that are not
-    understood here are kept.
+    understood here are kept. int8: store the encoder's linear layers in int8 ("hf" alone), but
+    those that are `kept`, as `checkpoint.quantized` describes; the checkpoint must be in fp32.
     """
     if to not in WRITERS:
         raise InputError(f"cannot write {to!r}; the formats are {', '.join(WRITERS)}")
@@ -60,6 +63,15 @@ def write(
         if not name.startswith("heads.embed.")
     }
     raw, tensors = names.export(checkpoint.raw, checkpoint.config, state, model.heads.keys())
+    if int8:
+        if to != "hf":
+            raise InputError(f"int8 is written as 'hf', not as {to!r}")
+        # The same names with empty integers in the places of what becomes int8.
+        weights = quantized.quantizable(state, checkpoint.kept)
+        marks = state | {name: torch.empty_like(state[name], dtype=torch.int8) for name in weights}
+        _, marks = names.export(checkpoint.raw, checkpoint.config, marks, model.heads.keys())
+        stored = {name for name, tensor in marks.items() if tensor.dtype == torch.int8}
+        raw, tensors = quantized.quantize(raw, tensors, stored)
     if checkpoint.labels:
         raw |= names.export_labels(checkpoint.labels, checkpoint.problem)
     with files.new_folder(Path(folder), overwrite=overwrite) as draft:

@@ -45,6 +45,10 @@ COMMANDS = {
         "Show the contents of a checkpoint of any format.",
     ),
     "convert": ("packhorse.cli.convert:convert", "Write a checkpoint in another format."),
+    "quantize": (
+        "packhorse.cli.quantize:quantize",
+        "Write a model in int8, and say what that costs.",
+    ),
     "verify": (
         "packhorse.cli.verify:verify",
         "Compare two checkpoints, or vectors with those you have.",

@@ -39,8 +39,8 @@ def prove(
     dtype: Annotated[
         str | None,
         Parameter(
-            help="fp32, bf16, fp16 or fp64, several separated by commas; default all that the "
-            "hardware computes."
+            help="fp32, bf16, fp16, fp64 or int8, several separated by commas; default all floats "
+            "that the hardware computes."
         ),
     ] = None,
     kernel: Annotated[
@@ -71,7 +71,7 @@ def prove(
     else:
         names = _hardware_dtypes(target)
         for name in DTYPES:
-            if name not in names:
+            if name not in (*names, "int8"):
                 note(f"skipped: no hardware for {name} here; --dtype {name} tests it anyway")
     proofs: list[Proof] = []
     for name in names:
@@ -114,17 +114,24 @@ def _prove_dtype(
     packs: int,
     seed: int,
 ) -> "list[Proof]":
+    import torch
+
     from packhorse import checkpoint
-    from packhorse.device import dtype_name
+    from packhorse.device import dtype_name, float_dtype
     from packhorse.runtime import proof as checks
+    from packhorse.runtime.loading import check_int8
 
     options = model_flags.load_options()
-    loaded = checkpoint.load(model, **options, device=device, dtype=dtype).model
-    kernels = _kernels(kernel, device, dtype, loaded.bert.config.needs)
+    int8 = dtype == torch.int8
+    if int8:
+        check_int8(device)
+    floats = float_dtype(dtype)
+    loaded = checkpoint.load(model, **options, device=device, dtype=floats).model
+    kernels = _kernels(kernel, device, floats, loaded.bert.config.needs)
     total = len(kernels) * len(checks.CHECKS) * (len(loaded.heads) + 1)
     proofs = []
     with progress(f"proving {dtype_name(dtype)}") as advance:
-        for proof in checks.prove(loaded, device, kernels, packs, seed):
+        for proof in checks.prove(loaded, device, kernels, packs, seed, int8):
             proofs.append(proof)
             advance(len(proofs), total)
     return proofs

@@ -112,12 +112,12 @@ def padded_by_ours(encoder: Encoder) -> Run:
 
 
 def padded_by_transformers(encoder: Encoder, model: str, batch_size: int) -> Run:
-    """Run transformers in the encoder's precision; its vectors are the normalized mean."""
+    """Run transformers in the encoder's precision, int8 in fp32; vectors are normalized means."""
     folder = hub.resolve(model)
     layout = sentence.read(folder)
     home = layout.transformer if layout else folder
     setting = padded.PeerSetting(home, encoder.device, batch_size, encoder.max_length, Path())
-    engine = padded.transformers(setting, devices.dtype_name(encoder.dtype))
+    engine = padded.transformers(setting, devices.dtype_name(devices.float_dtype(encoder.dtype)))
     return lambda batch: engine.run(list(batch), "arrival")
 
 

@@ -1,11 +1,11 @@
 """The torch model as a backend: `backend(packed, heads) -> tensors`, on its device, in its dtype.
 
-On a CPU linear layers are frozen (prepared once for inference). With `graphs` a batch is padded to
-a bucket and the layers are compiled for it (all layers share the compiled code of one), and on CUDA
-the encoder is recorded as a graph: a bucket is prepared once and then costs one launch. Heads with
-an output per sequence are recorded with it, because to launch their few small kernels takes as long
-as the graph of a short text; the others run outside, on the batch without padding. With `fixed`,
-batches have the shapes of `invariant`.
+On a CPU linear layers are frozen (prepared once for inference), with `int8` most of the encoder in
+int8. With `graphs` a batch is padded to a bucket and the layers are compiled for it (all layers
+share the compiled code of one), and on CUDA the encoder is recorded as a graph: a bucket is
+prepared once and then costs one launch. Heads with an output per sequence are recorded with it,
+because to launch their few small kernels takes as long as the graph of a short text; the others run
+outside, on the batch without padding. With `fixed`, batches have the shapes of `invariant`.
 
 To launch the kernels of a batch takes 4 to 8 ms on CUDA, whatever its size; a small batch computes
 for less. `graphs="small"` therefore records such batches and compiles nothing: a bucket then takes
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -33,6 +33,7 @@ from torch import Tensor
 from packhorse import executable
 from packhorse.errors import KernelError
 from packhorse.model.freeze import can_freeze, freeze, widen
+from packhorse.model.int8 import freeze_int8
 from packhorse.model.model import Model
 from packhorse.packing.batch import Packed, numbers_to, unflatten
 from packhorse.runtime.batches import PER_TOKEN
@@ -71,7 +72,13 @@ class TorchBackend:
     """Runs a model in inference mode: frozen, compiled per bucket, or in fixed shapes."""
 
     def __init__(
-        self, model: Model, device: torch.device, graphs: Graphs = False, fixed: int = 0
+        self,
+        model: Model,
+        device: torch.device,
+        graphs: Graphs = False,
+        fixed: int = 0,
+        int8: bool = False,
+        kept: Collection[str] = (),
     ) -> None:
         self.model = model.eval().to(device)
         self.device = device
@@ -89,6 +96,8 @@ class TorchBackend:
         self.largest = math.inf if graphs is True else LARGEST_SMALL  # tokens of a batch
         with torch.inference_mode():
             model.bert.fold()
+        if int8:
+            freeze_int8(self.model.bert.layers, kept)
         if device.type == "cpu":
             frozen = can_freeze(next(model.parameters()).dtype) and not self.graphs
             (freeze if frozen else widen)(self.model)

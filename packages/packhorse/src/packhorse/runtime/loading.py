@@ -1,8 +1,9 @@
 """Load a model and decide where and how it runs: device, number format, attention kernel.
 
 `dtype="auto"` is measured, not guessed: each format that the device computes in hardware encodes
-the same texts, and the fastest whose vectors stay within cosine 0.999 of fp32 is taken. `invariant`
-is the opposite trade: batches are padded to fixed shapes so that results are equal bit by bit.
+the same texts, and the fastest whose vectors stay within cosine 0.999 of fp32 is taken. int8 is
+never among them. `invariant` is the opposite trade: batches are padded to fixed shapes so that
+results are equal bit by bit.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def load(
     A file that `packhorse onnx pack` wrote runs on ONNX Runtime as it is.
 
     device: "cpu", "cuda" …; by default the accelerator, if there is one. dtype: "fp32", "bf16",
-    "fp16" or "auto"; by default fp32 on a CPU and bf16 on CUDA. kernel: an attention kernel by
+    "fp16", "int8" (matrix products on a CPU, see `model.int8`) or "auto"; by default fp32 on a CPU,
+    or int8 if the file holds that, and bf16 on CUDA. kernel: an attention kernel by
     name; by default the fastest that supports device and dtype. graphs: compile each bucket of
     shapes, and on CUDA replay it as a graph; "small" only does the latter, for batches of up to
     16,384 tokens, which take longer to launch than to compute. budget: tokens per batch. invariant:
@@ -139,7 +141,10 @@ def load(
         chosen_dtype = devices.default_dtype(chosen_device)
     else:
         chosen_dtype = devices.parse_dtype(dtype)
-    encoder = _open(load_checkpoint, chosen_device, chosen_dtype, kernel, graphs, budget, invariant)
+    named = dtype is not None
+    encoder = open_checkpoint(
+        load_checkpoint, chosen_device, chosen_dtype, kernel, graphs, budget, invariant, named
+    )
     return shortened(encoder, truncate_dim)
 
 
@@ -157,20 +162,29 @@ def shortened(encoder: Encoder, truncate_dim: int | None) -> Encoder:
     return replace(encoder, truncate_dim=truncate_dim)
 
 
-def _open(
+def open_checkpoint(
     load: Load,
     device: torch.device,
     dtype: torch.dtype,
-    kernel: str | None,
-    graphs: Graphs,
-    budget: int | None,
+    kernel: str | None = None,
+    graphs: Graphs = False,
+    budget: int | None = None,
     invariant: bool = False,
+    named: bool = True,
 ) -> Encoder:
+    """Open a model in a dtype; one that is not `named` gives way to int8 that the file holds."""
     pick = shapes.pick if invariant else attention.pick
+    int8 = dtype == torch.int8
+    if int8:
+        check_int8(device, bool(graphs))
+    floats = devices.float_dtype(dtype)
     # Raise for a kernel that cannot run here before reading the weights, which takes long.
-    pick(device, dtype, name=kernel)
-    loaded = load(device=device, dtype=dtype)
-    choice = pick(device, dtype, name=kernel, **loaded.config.needs)
+    pick(device, floats, name=kernel)
+    loaded = load(device=device, dtype=floats)
+    if loaded.quantized and not (named or graphs) and device.type == "cpu":
+        int8 = True
+        dtype = torch.int8
+    choice = pick(device, floats, name=kernel, **loaded.config.needs)
     side_by_side = device.type == "cpu" and not graphs and not invariant
     tokens = budget or TOKENS_PER_BATCH.get(device.type, 16384)
     if side_by_side and not budget:
@@ -195,7 +209,7 @@ def _open(
     return Encoder(
         name=loaded.name,
         tokenizer=tokenizer,
-        backend=TorchBackend(loaded.model, device, graphs, fixed),
+        backend=TorchBackend(loaded.model, device, graphs, fixed, int8, loaded.kept),
         heads=tuple(loaded.model.heads),
         width=head.width(loaded.config.hidden_size) if isinstance(head, Embed) else 0,
         labels=loaded.labels,
@@ -220,6 +234,14 @@ def _open(
     )
 
 
+def check_int8(device: torch.device, graphs: bool = False) -> None:
+    """Raise `InputError` where a model cannot run in int8."""
+    if device.type != "cpu":
+        raise InputError(f"dtype int8 is for CPUs, not for {device}; use bf16 there")
+    if graphs:
+        raise InputError("dtype int8 and graphs cannot be combined; leave out graphs")
+
+
 def _fastest(
     load: Load,
     device: torch.device,
@@ -228,7 +250,7 @@ def _fastest(
     budget: int | None,
 ) -> Encoder:
     """Return the encoder in fp32, or in the fastest other format that stays close to it."""
-    best = _open(load, device, torch.float32, _if_fp32(kernel, device), graphs, budget)
+    best = open_checkpoint(load, device, torch.float32, _if_fp32(kernel, device), graphs, budget)
     seconds, exact = _trial(best)
     candidates: list[torch.dtype] = []
     if devices.fast_bf16(device):
@@ -236,7 +258,7 @@ def _fastest(
     if device.type == "cuda":
         candidates.append(torch.float16)
     for dtype in candidates:
-        encoder = _open(load, device, dtype, kernel, graphs, budget)
+        encoder = open_checkpoint(load, device, dtype, kernel, graphs, budget)
         trial_seconds, vectors = _trial(encoder)
         if trial_seconds < seconds and _cosine(exact, vectors) >= CLOSE_ENOUGH:
             best = encoder

@@ -1,0 +1,55 @@
+"""`packhorse quantize`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import packhorse
+from packhorse.cli import main
+from packhorse.reports import random_model
+from packhorse.runtime import quality
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return random_model.write("tiny", tmp_path / "tiny")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join(f"text number {i} {'word ' * (i % 7)}" for i in range(40)) + "\n")
+    return path
+
+
+def test_writes_a_folder_that_loads_in_int8(source, texts, tmp_path, capsys) -> None:
+    target = tmp_path / "int8"
+    arguments = ["quantize", str(source), str(target), "--calibrate", str(texts), "--json"]
+    assert main([*arguments, "--allow-loss"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["quality"]["texts"] == 40 and document["layers"] > 0
+    assert document["bytes"] == sum(path.stat().st_size for path in target.rglob("*.*"))
+    assert packhorse.load(target, device="cpu").dtype == torch.int8
+
+
+def test_a_model_that_loses_too_much_is_not_written(
+    source, texts, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "LEAST_MEAN", 1.1)
+    target = tmp_path / "int8"
+    assert main(["quantize", str(source), str(target), "--calibrate", str(texts)]) == 1
+    output = capsys.readouterr()
+    assert "too far from fp32" in output.err and "--allow-loss" in output.err
+    assert not target.exists()
+
+
+def test_too_few_texts_are_refused(source, tmp_path, capsys) -> None:
+    path = tmp_path / "few.txt"
+    path.write_text("one\ntwo\n")
+    assert main(["quantize", str(source), str(tmp_path / "x"), "--calibrate", str(path)]) == 2
+    assert "2 texts say nothing about the nearest 10" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
