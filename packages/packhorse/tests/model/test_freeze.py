@@ -377,7 +377,7 @@ def test_a_row_has_the_same_bits_beside_any_others(threads) -> None:
 @needs_products
 def test_packed_products_refuse_what_they_would_read_beyond() -> None:
     packed = PackedLinear(torch.nn.Linear(16, 8))
-    for x in (torch.randn(3, 15), torch.randn(3, 16).bfloat16(), torch.empty(3, 16, device="meta")):
+    for x in (torch.randn(3, 15), torch.empty(3, 16, device="meta")):
         with pytest.raises(KernelError, match=r"takes \[tokens, 16\]"):
             packed(x)
     with torch.inference_mode():
