@@ -85,7 +85,7 @@ C_SOURCES = (
         ("BF16=1", "BLOCK=64"),
         ("bf16", "avx512", "avx2", "neon"),
     ),
-    CSource("linear layers fp32", "model/product.c"),
+    CSource("linear layers fp32", "model/product.c", (), ("avx512", "avx2")),
     CSource("tokenizer", "tokens/wordpiece.c", (), ("avx2", "neon")),
 )
 

@@ -1,11 +1,11 @@
 """Prepare layers for CPU inference: weights reordered once; activations, sums and norms fused.
 
-Products in fp32 are our own C (product.c), up to one and a half times as fast as oneDNN's at BERT's
-widths, and a row's result has the same bits whatever the other rows are. Products in bf16, and in
-fp32 where the C is missing, are oneDNN's: torch reorders a weight on every call of a linear layer;
-doing it once saves a tenth of each product, and oneDNN applies the activation while the result is
-still in a register. The operators are those that torch's own compiler emits, but they are not
-public: if one is missing, layers stay as they are. So do the norms if add_norm.c cannot be
+Products in fp32 are our own C on x86 (product.c), up to one and a half times as fast as oneDNN's at
+BERT's widths, and a row's result has the same bits whatever the other rows are. Products in bf16,
+and in fp32 where the C is missing, are oneDNN's: torch reorders a weight on every call of a linear
+layer; doing it once saves a tenth of each product, and oneDNN applies the activation while the
+result is still in a register. The operators are those that torch's own compiler emits, but they are
+not public: if one is missing, layers stay as they are. So do the norms if add_norm.c cannot be
 compiled. A frozen model has no weights to train or save.
 
 On a processor without bf16 multiplication, products are computed in fp32: weights and inputs are
@@ -195,6 +195,9 @@ class Products(NamedTuple):
 
 @cache
 def _products() -> Products:
+    if not features().avx2:
+        reason = "products in C are for x86 with AVX2; elsewhere oneDNN's were not compared"
+        raise Obstacle(reason, fixable=False)
     openmp_entry()  # or the obstacle would come with the first batch
     types = (*[POINTER] * 4, *[LONG] * 3, INT, POINTER, UNSIGNED)
     pack = function(PRODUCT, "packhorse_pack_weight", (POINTER, POINTER, LONG, LONG))
