@@ -34,7 +34,7 @@ LABELS = {"classify": ("good", "bad"), "rerank": ("score",), "tokens": ("O", "B-
 # Threads that tqdm, schemathesis, torch's compiler and its autograd ("Dummy-": not begun by Python)
 # keep as long as the process lives, and ours of groups of cores.
 KEPT = (
-    "packhorse-cores-",
+    "packhorse-cores_",
     "tqdm_monitor",
     "asyncio-portal-",
     "ThreadPoolExecutor-",

@@ -32,7 +32,7 @@ from packhorse.attention.reference import Reference
 from packhorse.c_sources import C_SOURCES, PACKAGE, VARIANTS, library_name, wheel_libraries
 from packhorse.model import freeze as freezing
 from packhorse.model.bert import AddNorm
-from packhorse.model.freeze import FrozenAddNorm
+from packhorse.model.freeze import FrozenAddNorm, PackedLinear
 from packhorse.native import Obstacle
 from packhorse.packing.batch import Packed
 from packhorse.processor import CPU_LEVELS, Features, runs_variant
@@ -53,6 +53,8 @@ CACHED = (
     attending._multiplies_bf16,
     freezing._add_norm,
     freezing._has_fused_add_norm,
+    freezing._products,
+    freezing._has_products,
     wordpiece._functions,
 )
 LENGTHS = (5, 130, 1, 33, 257, 16)
@@ -162,6 +164,17 @@ def check_add_norm(dtype: torch.dtype) -> None:
         assert float((result - truth).abs().max()) <= allowed
 
 
+def check_products() -> None:
+    for rows, inputs, columns in ((7, 390, 40), (40, 64, 100)):
+        linear = torch.nn.Linear(inputs, columns)
+        x = torch.randn(rows, inputs)
+        with torch.inference_mode():
+            truth = F.gelu(F.linear(x.double(), linear.weight.double(), linear.bias.double()))
+            result = PackedLinear(linear, "gelu")(x)
+            assert float((result - truth).abs().max()) < 1e-5
+            assert float((PackedLinear(linear)(x) - truth).abs().max()) > 1e-3  # the control
+
+
 def library() -> Library:
     vocabulary = {word: id for id, word in enumerate(VOCABULARY)}
     made = Library(models.WordPiece(vocabulary, unk_token="[UNK]"))
@@ -194,6 +207,7 @@ def test_the_list_is_what_the_modules_ask_for(monkeypatch: pytest.MonkeyPatch) -
     for bf16 in (False, True):
         attending._function(bf16)
         freezing._add_norm(bf16)
+    freezing._products()
     wordpiece._functions()
     clear()
     listed = {(source.path, source.defines) for source in C_SOURCES}
@@ -238,6 +252,7 @@ def test_every_variant_equals_the_reference(
         for dtype in (torch.float32, torch.bfloat16):
             check_attention(dtype)
             check_add_norm(dtype)
+        check_products()
         check_tokenizer()
         chosen = {source.purpose: loaded_variant(source) for source in C_SOURCES}
     names = list(CPU_LEVELS)

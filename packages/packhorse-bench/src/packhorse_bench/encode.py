@@ -31,6 +31,7 @@ from packhorse import device as devices
 from packhorse.checkpoint import sentence
 from packhorse.errors import InputError
 from packhorse.model.heads import Embed
+from packhorse.processor import level
 from packhorse.reports import random_model, subject
 from packhorse.reports.padded import ORDERS, PeerEngine, PeerSetting, TextsOrTokens
 from packhorse.runtime import bulk
@@ -88,6 +89,7 @@ class EncodeRow:
     over_arrival: float | None = None  # the same, in the order of arrival
     cosine_min: float = 0.0  # to our fp32 vectors
     cosine_mean: float = 0.0
+    limited: bool = True  # the library keeps to PACKHORSE_CPU, where that is set
     problem: str | None = None
 
     @property
@@ -278,6 +280,34 @@ def _reference(
     return work, np.resize(lengths, len(work)), vectors
 
 
+def best_peers(rows: Sequence[EncodeRow]) -> list[str]:
+    """How many times faster ours is than the fastest peer, per number format and order.
+
+    Peers that are not limited to the processor that is pretended do not count.
+    """
+    measured = [row for row in rows if row.problem is None and row.dtype != "int8"]
+    lines: list[str] = []
+    for ours in measured:
+        others = [
+            row
+            for row in measured
+            if (row.dtype, row.order, row.limited) == (ours.dtype, ours.order, True)
+            and not row.engine.startswith("packhorse")
+        ]
+        if ours.engine == "packhorse" and others:
+            best = max(others, key=lambda row: row.sequences_per_second)
+            ratio = ours.sequences_per_second / best.sequences_per_second
+            lines.append(f"{ours.dtype}, {ours.order}: {ratio:.2f} times {best.engine}")
+    return lines
+
+
+def random_work(lengths: np.ndarray, folder: Path, seed: int) -> list[Encoding]:
+    """Random token ids of such lengths for the model in a folder."""
+    encoder = load(folder, device="cpu")
+    request = EncodeRequest(model="", lengths=lengths, seed=seed)
+    return _random_sequences(request, encoder)
+
+
 def _random_sequences(request: EncodeRequest, encoder: Encoder) -> list[Encoding]:
     """Random token ids of the requested lengths; raises if the model has too few positions."""
     lengths = np.asarray(request.lengths)
@@ -395,6 +425,7 @@ def _rows(
                 over_arrival=hf_arrival and hf_arrival / seconds,
                 cosine_min=float(cosines.min()),
                 cosine_mean=float(cosines.mean()),
+                limited=level() is None or name not in peers.UNLIMITED,
             )
         )
     return rows

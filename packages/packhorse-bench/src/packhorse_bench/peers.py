@@ -15,6 +15,7 @@ Shapes: n sequences of a batch, L their padded length, E hidden width.
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from packhorse import device as devices
 from packhorse import executable
+from packhorse.processor import level
 from packhorse.reports import docstrings
 from packhorse.reports.padded import (
     PeerEngine,
@@ -173,6 +175,8 @@ def _with_nncf(model: Any, setting: PeerSetting) -> Any:
 
 def ctranslate2(setting: PeerSetting, dtype: str) -> PeerEngine:
     """CTranslate2, which drops padding in its linear layers by itself."""
+    if (limit := level()) is not None:  # its own switch, which it reads when it is imported
+        os.environ["CT2_FORCE_CPU_ISA"] = "AVX2" if limit == "avx2" else "AVX512"
     import ctranslate2 as library  # pyright: ignore[reportMissingImports]
     from ctranslate2.converters import TransformersConverter  # pyright: ignore[reportMissingImports]
 
@@ -203,6 +207,8 @@ PEERS = {
     "openvino": openvino,
     "ctranslate2": ctranslate2,
 }
+# Libraries that read no switch for the instructions they use: `--cpu` does not limit them.
+UNLIMITED = ("onnxruntime", "openvino")
 INT8 = ("onnxruntime", "openvino", "ctranslate2")
 
 

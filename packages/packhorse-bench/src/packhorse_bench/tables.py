@@ -30,7 +30,7 @@ def encode_table(rows: Sequence[EncodeRow]) -> Table:
         columns,
         [
             (
-                row.engine,
+                row.engine if row.limited else f"{row.engine} (not limited)",
                 row.dtype,
                 row.order,
                 rate(row.sequences_per_second),

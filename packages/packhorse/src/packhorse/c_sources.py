@@ -86,6 +86,7 @@ C_SOURCES = (
         ("bf16", "avx512", "avx2", "neon"),
     ),
     CSource("int8", "model/int8.c", (), ("vnni",)),
+    CSource("linear layers fp32", "model/product.c", (), ("avx512", "avx2")),
     CSource("tokenizer", "tokens/wordpiece.c", (), ("avx2", "neon")),
 )
 

@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from packhorse import attention, native
 from packhorse.errors import KernelError
 from packhorse.model import freeze as freezing
-from packhorse.model.bert import AddNorm, Bert
+from packhorse.model.bert import ACTIVATIONS, AddNorm, Bert
 from packhorse.model.config import BertConfig
 from packhorse.model.freeze import (
     FrozenAddNorm,
     FrozenLinear,
+    PackedLinear,
     WideLinear,
     can_freeze,
     freeze,
@@ -35,6 +36,9 @@ needs_onednn = pytest.mark.skipif(
 )
 needs_native = pytest.mark.skipif(
     not freezing._has_fused_add_norm(torch.float32), reason="add_norm.c cannot be compiled here"
+)
+needs_products = pytest.mark.skipif(
+    not freezing._has_products(), reason="product.c cannot be compiled here"
 )
 BOTH = (torch.float32, torch.bfloat16)
 WIDTHS = (1, 7, 16, 32, 63, 65, 384, 1024)
@@ -73,10 +77,16 @@ def rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nothing loaded yet and an empty cache; afterwards the process finds its own again."""
     monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(native, "WHEEL_FOLDER", tmp_path / "no-wheel")
-    for function in (freezing._add_norm, freezing._has_fused_add_norm):
+    cached = (
+        freezing._add_norm,
+        freezing._has_fused_add_norm,
+        freezing._products,
+        freezing._has_products,
+    )
+    for function in cached:
         function.cache_clear()
     yield
-    for function in (freezing._add_norm, freezing._has_fused_add_norm):
+    for function in cached:
         function.cache_clear()
 
 
@@ -111,7 +121,7 @@ def test_other_embeddings_are_frozen_too(rng) -> None:
         before = bert(packed)
         freeze(bert)
         torch.testing.assert_close(bert(packed), before, rtol=1e-5, atol=1e-5)
-    assert isinstance(bert.embed.project, FrozenLinear)
+    assert isinstance(bert.embed.project, FrozenLinear | PackedLinear)
 
 
 @needs_onednn
@@ -129,7 +139,13 @@ def no_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "layer", [WideLinear, pytest.param(FrozenLinear, marks=needs_onednn)], ids=["plain", "frozen"]
+    "layer",
+    [
+        WideLinear,
+        pytest.param(FrozenLinear, marks=needs_onednn),
+        pytest.param(PackedLinear, marks=needs_products),
+    ],
+    ids=["plain", "frozen", "packed"],
 )
 @pytest.mark.parametrize("bias", [True, False])
 def test_bf16_without_hardware_is_the_exact_product_rounded(layer, bias, no_bf16: None) -> None:
@@ -286,3 +302,98 @@ def test_without_a_compiler_the_norms_stay_as_they_are(
 def test_the_source_lies_beside_the_module() -> None:
     assert freezing.ADD_NORM.is_file()
     assert freezing.ADD_NORM.parent == Path(freezing.__file__).parent
+
+
+# ---- products of fp32 in C ----
+
+# Rows: of one tile, of several and a rest, of two blocks. Inputs: of one, two and three parts.
+# Columns: fewer than a tile, a tile and a rest, whole tiles.
+SHAPES = [(1, 5, 3), (7, 384, 40), (13, 385, 64), (150, 64, 100), (31, 1000, 33), (300, 384, 96)]
+
+
+def exact_linear(linear: torch.nn.Linear, x: Tensor, activation: str | None) -> Tensor:
+    bias = None if linear.bias is None else linear.bias.double()
+    y = F.linear(x.double(), linear.weight.double(), bias)
+    return y if activation is None else ACTIVATIONS[activation](y)
+
+
+@needs_products
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "relu"])
+def test_packed_products_equal_those_of_float64(
+    shape: tuple[int, int, int], activation: str | None, threads
+) -> None:
+    rows, inputs, columns = shape
+    for bias in (True, False):
+        linear = torch.nn.Linear(inputs, columns, bias=bias)
+        x = torch.randn(rows, inputs) * 3
+        with torch.inference_mode():
+            truth = exact_linear(linear, x, activation)
+            packed = PackedLinear(linear, activation)
+            for count in (1, 2, 3):
+                threads(count)
+                out = packed(x)
+                torch.testing.assert_close(out, truth.float(), rtol=2e-6, atol=1e-5)
+        wrong = {None: "relu", "relu": None, "gelu": "gelu_tanh", "gelu_tanh": "gelu"}[activation]
+        if rows * columns > 100:  # the control: another activation is seen
+            with pytest.raises(AssertionError):
+                other = exact_linear(linear, x, wrong).float()
+                torch.testing.assert_close(out, other, rtol=2e-6, atol=1e-5)
+
+
+@needs_products
+def test_activations_from_the_smallest_to_the_largest_number() -> None:
+    """GELU by its own polynomial: a rounding of 1 away at most, and the limits are exact."""
+    wide = torch.cat([torch.linspace(-15, 15, 9001), torch.logspace(-30, 37, 500)])
+    x = torch.cat([wide, -wide, torch.tensor([0.0, float("inf"), float("nan")])])
+    linear = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(linear.weight)
+    with torch.inference_mode():
+        for activation in ("gelu", "gelu_tanh", "relu"):
+            out = PackedLinear(linear, activation)(x[:, None])[:, 0]
+            truth = ACTIVATIONS[activation](x.double())
+            torch.testing.assert_close(out, truth.float(), rtol=2e-7, atol=1.5e-7, equal_nan=True)
+            near = (x.abs() < 1) & (x != 0)  # and no digit is lost near zero
+            assert ((out.double() - truth) / truth)[near].abs().max() < 1e-6 or activation == "relu"
+
+
+@needs_products
+def test_a_row_has_the_same_bits_beside_any_others(threads) -> None:
+    packed = PackedLinear(torch.nn.Linear(400, 70), "gelu")
+    x = torch.randn(310, 400)
+    with torch.inference_mode():
+        threads(1)
+        alone = torch.cat([packed(row[None]) for row in x])
+        assert torch.equal(packed(x), alone)
+        for count, rows in ((1, 6), (2, 7), (2, 145), (3, 301)):
+            threads(count)
+            assert torch.equal(packed(x[5 : 5 + rows]), alone[5 : 5 + rows])
+        changed = x.clone()
+        changed[:50], changed[51:] = float("nan"), float("inf")
+        assert torch.equal(packed(changed)[50], alone[50])
+        assert not torch.equal(packed(changed)[49], alone[49])  # the control
+
+
+@needs_products
+def test_packed_products_refuse_what_they_would_read_beyond() -> None:
+    packed = PackedLinear(torch.nn.Linear(16, 8))
+    for x in (torch.randn(3, 15), torch.empty(3, 16, device="meta")):
+        with pytest.raises(KernelError, match=r"takes \[tokens, 16\]"):
+            packed(x)
+    with torch.inference_mode():
+        assert packed(torch.empty(0, 16)).shape == (0, 8)
+        strided = torch.randn(9, 32)[:, ::2]
+        assert torch.equal(packed(strided), packed(strided.contiguous()))
+        assert packed(torch.randn(2, 3, 16)).shape == (2, 3, 8)
+        assert torch.equal(packed(torch.zeros(2, 16)), packed.bias[:8].expand(2, 8))
+
+
+@needs_products
+@needs_onednn
+def test_without_the_c_code_layers_are_onednns(rebuilt: None, monkeypatch) -> None:
+    monkeypatch.setenv("CC", "/no/such/cc")
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    with pytest.warns(RuntimeWarning, match="slower than this machine can"):
+        native._warn_once.cache_clear()
+        freeze(layers)
+    assert isinstance(layers[0], FrozenLinear)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -233,6 +235,71 @@ def test_small_batches_and_other_layouts_run_as_a_whole(
         assert cores.launch(encoder.backend, packed, ("embed",), None) == []
     assert not packhorse.load(str(tiny("embed")), device="cpu", invariant=True).side_by_side
     assert isinstance(encoder.launch(Packed.build(sequences(5, 9)), ("embed",)), LaunchedBatch)
+
+
+@needs_openmp
+def test_a_large_batch_is_cut_into_parts_of_a_cache(
+    tiny: Callable[[str], Path], small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "LARGEST_PART", 100)
+    encoder = load(tiny("embed"))
+    packed = Packed.build(sequences(*range(3, 60)))
+    launched = encoder.launch(packed, ("embed",))
+    assert len(launched.parts) == 2 * -(-len(packed.ids) // 200)
+    expected = replace(encoder, side_by_side=False).launch(packed, ("embed",)).wait()
+    torch.testing.assert_close(launched.wait().outputs[0], expected.outputs[0])
+
+
+@needs_openmp
+def test_no_more_groups_than_a_quota_keeps_busy(
+    tiny: Callable[[str], Path], small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = load(tiny("embed"))
+    packed = Packed.build(sequences(*range(3, 60)))
+    monkeypatch.setattr(cores, "_usable_cores", lambda: 1)
+    assert not cores.launch(encoder.backend, packed, ("embed",), None)
+    monkeypatch.setattr(cores, "_usable_cores", lambda: 2)
+    assert len(cores.launch(encoder.backend, packed, ("embed",), None)) == 2
+
+
+@needs_openmp
+def test_groups_work_on_cores_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "own_cores", lambda count: [100_000 + n for n in range(count)])
+    groups = CoreGroups(2, 1)
+    results = [groups.submit(lambda n=n: n + 1) for n in range(4)]
+    assert [result.result(30) for result in results] == [1, 2, 3, 4]
+
+
+AT_THE_END = """
+import sys, threading, time
+import packhorse, torch
+from packhorse.runtime import cores
+torch.set_num_threads(2)
+cores.SMALLEST_PART = 16
+cores._usable_cores = lambda: 2
+encoder = packhorse.load(sys.argv[1], device="cpu", dtype="fp32")
+texts = ["a horse carries sacks to market"] * 200
+first = encoder.embed(texts)
+parts = []
+launch = cores.launch
+def counting(*arguments):
+    parts.append(launch(*arguments))
+    return parts[-1]
+cores.launch = counting
+def late():
+    time.sleep(0.5)  # the main thread has ended by then
+    print(len(parts[0]), abs(encoder.embed(texts) - first).max() < 1e-5, len(parts[-1]))
+threading.Thread(target=late).start()
+encoder.embed(texts * 5)
+"""
+
+
+@needs_openmp
+def test_the_end_of_the_process(tiny: Callable[[str], Path]) -> None:
+    """A thread that outlives the main one computes as a whole, and none aborts the process."""
+    command = [sys.executable, "-c", AT_THE_END, str(tiny("embed"))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (result.returncode, result.stdout) == (0, "2 True 0\n"), result.stderr
 
 
 @needs_openmp

@@ -4,6 +4,7 @@ Each measurement can be kept as JSON, as a plot, and as a note with the date, th
 command, which is what a claim of speed rests on.
 """
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -34,15 +35,32 @@ app.command("packhorse_bench.commands.data:data", name="data")
 app.command("packhorse_bench.commands.train:train", name="train")
 app.command("packhorse_bench.commands.serve:serve", name="serve")
 app.command("packhorse_bench.commands.port:port", name="port")
+app.command("packhorse_bench.commands.scaling:scaling", name="scaling")
 app.command("packhorse_bench.commands.retrieval:sparse", name="sparse")
 app.command("packhorse_bench.commands.retrieval:multi", name="multi")
 
 Mix = Literal["wikipedia", "squad", "normal"]
+Level = Literal["avx2", "avx512", "vnni", "bf16", "amx"]
 
 
 def flag(*names: str, help: str) -> Parameter:
     """A flag; one that is given is meant, so there is no --no-flag."""
     return Parameter(name=names, help=help, negative="")
+
+
+Cpu = Annotated[
+    Level | None,
+    flag("--cpu", help="Measure as on a lesser processor; PACKHORSE_CPU is the same."),
+]
+
+
+def pretend(cpu: Level | None) -> None:
+    """Limit this process to the instructions of a lesser processor; before torch is imported."""
+    from packhorse.processor import VARIABLE, limit
+
+    if cpu is not None:
+        os.environ[VARIABLE] = cpu
+    limit()
 
 
 @Parameter(name="*")
@@ -160,6 +178,7 @@ def encode(
         str, flag("--dtype", help="fp32, bf16, fp16, int8; several with commas.")
     ] = "fp32",
     device: Annotated[str | None, flag("--device", help="cpu, cuda …")] = None,
+    cpu: Cpu = None,
     count: Annotated[int, flag("--count", help="Texts or sequences.")] = 256,
     repeats: Annotated[int, flag("--repeats", help="Timed rounds, all engines in each.")] = 5,
     batch_size: Annotated[int, flag("--batch-size", "-bs", help="Of the peers.")] = 32,
@@ -179,14 +198,17 @@ def encode(
     with --workload or --histogram random token ids of such lengths are encoded
     and tokenizing is left out for all. Speeds are medians of the rounds,
     cosines those to our vectors in fp32; "x hf" is how many times faster than
-    transformers in the same number format.
+    transformers in the same number format. With --cpu peers that keep using all
+    instructions are marked, and none of them is the best peer.
 
     Try:
       packhorse bench encode --dtype fp32,bf16 --note note.md
       packhorse bench encode --texts mine.jsonl
+      packhorse bench encode --cpu avx2 --workload normal
       packhorse bench encode --device cuda --dtype bf16 --tokens 50 --count 200000
       packhorse bench encode --config large --dtype bf16 --compile-peers --workload squad
     """
+    pretend(cpu)
     from packhorse.device import choose_device
     from packhorse.reports import tables as report
     from packhorse.reports.subject import name
@@ -223,6 +245,7 @@ def encode(
         "tokenizing": "not in the clock" if random_ids else "in the clock, of all engines",
         "batches": f"ours {budget or _budget(device):,} tokens, the peers' {batch_size} sequences; "
         f"medians of {repeats} rounds",
+        "ours to the best peer": "; ".join(bench.best_peers(measured.rows)) or "no peer",
         **report.machine(choose_device(device)),
     }
     rows = measured.rows

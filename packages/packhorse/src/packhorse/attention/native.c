@@ -25,15 +25,22 @@
 #include <immintrin.h>
 #define AVX512 1
 #define LANES 16
-#define TILE 8 /* keys or columns in a register tile, beside two vectors of queries */
+#define TILE 8 /* keys or columns in a register tile, beside so many vectors of queries: */
+#define VECS 2
 #else
+#if defined(__AVX2__)
+#include <immintrin.h>
+#define AVX2 1
+#endif
 #define LANES 8
 #define TILE 4
+#define VECS 3 /* twelve sums: with fewer, additions wait for each other */
 #endif
 
-/* native.py sets CHUNK, a multiple of GROUP, and WIDEST, the largest head width it accepts */
-#define KEYS 128            /* keys per block */
-#define GROUP (2 * LANES)   /* queries computed at once, in one or two vectors */
+/* native.py sets CHUNK, and WIDEST, the largest head width it accepts */
+#define KEYS 128             /* keys per block */
+#define GROUP (VECS * LANES) /* queries computed at once, in up to VECS vectors */
+#define ROOM ((CHUNK + GROUP - 1) / GROUP * GROUP)
 #define PER_WORD (1 + BF16) /* numbers in a word */
 
 #define INLINE static inline __attribute__((always_inline))
@@ -68,12 +75,12 @@ typedef struct {
 typedef struct { /* one per thread; rows are packed as tightly as the head width allows */
     long width, words, columns; /* of a head: numbers; words; numbers rounded up to a tile */
     float scale, unit;
-    _Alignas(64) word q[CHUNK * WIDEST];        /* [group][word][query] */
+    _Alignas(64) word q[ROOM * WIDEST];         /* [group][word][query] */
     _Alignas(64) word k[KEYS * WIDEST + LANES]; /* [key][word] */
     _Alignas(64) word v[KEYS * WIDEST + LANES]; /* [key or pair of keys][column] */
     _Alignas(64) word s[KEYS * GROUP];          /* [key][query]: scores, then exponentials */
-    _Alignas(64) float out[CHUNK * WIDEST];     /* [group][column][query] */
-    _Alignas(64) float most[CHUNK], sum[CHUNK]; /* of scores and exponentials so far */
+    _Alignas(64) float out[ROOM * WIDEST];      /* [group][column][query] */
+    _Alignas(64) float most[ROOM], sum[ROOM];   /* of scores and exponentials so far */
 } Scratch;
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
@@ -88,6 +95,8 @@ INLINE vec splat_word(word x) { return (vec)((ivec){0} + (int32_t)x); }
 INLINE vec larger(vec a, vec b) { /* a NaN in `a` may be lost, one in `b` never is */
 #if AVX512
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif AVX2
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     ivec first = a > b;
     return (vec)((first & (ivec)a) | (~first & (ivec)b));
@@ -144,6 +153,20 @@ INLINE void transpose(vec rows[LANES]) {
     UNROLL for (int i = 0; i < 16; i++)
         rows[i] = (vec)(i & 8 ? _mm512_shuffle_i32x4(a[i - 8], a[i], 0xdd)
                               : _mm512_shuffle_i32x4(a[i], a[i + 8], 0x88));
+#elif AVX2
+    __m256 a[8], b[8]; /* as above: within pairs of rows, then 4, then 8 */
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        a[i] = _mm256_unpacklo_ps((__m256)rows[i], (__m256)rows[i + 1]);
+        a[i + 1] = _mm256_unpackhi_ps((__m256)rows[i], (__m256)rows[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        int from = (i & ~3) + (i >> 1 & 1);
+        b[i] = _mm256_shuffle_ps(a[from], a[from + 2], 0x44);
+        b[i + 1] = _mm256_shuffle_ps(a[from], a[from + 2], 0xee);
+    }
+    UNROLL for (int i = 0; i < 8; i++)
+        rows[i] = (vec)(i & 4 ? _mm256_permute2f128_ps(b[i - 4], b[i], 0x31)
+                              : _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
 #else
     vec columns[LANES];
     for (int i = 0; i < LANES; i++)
@@ -217,7 +240,7 @@ APART void pack_values(Scratch *t, const number *v, long step, long keys) {
 
 INLINE void score_tile(Scratch *t, const word *q, long key, vec *most, const int vecs) {
     const long words = t->words;
-    vec acc[TILE][2] = {0};
+    vec acc[TILE][VECS] = {0};
     for (long w = 0; w < words; w++)
         EACH_IN_TILE acc[i][j] = multiply_add(acc[i][j], load(q + w * GROUP + j * LANES),
                                               t->k[(key + i) * words + w]);
@@ -227,7 +250,11 @@ INLINE void score_tile(Scratch *t, const word *q, long key, vec *most, const int
 
 APART void score(Scratch *t, const word *q, long keys, vec *most, int vecs) {
     for (long key = 0; key < keys; key += TILE)
-        vecs == 2 ? score_tile(t, q, key, most, 2) : score_tile(t, q, key, most, 1);
+        switch (vecs) {
+            case 1: score_tile(t, q, key, most, 1); break;
+            case 2: score_tile(t, q, key, most, 2); break;
+            default: score_tile(t, q, key, most, VECS);
+        }
 }
 
 /* Add the bias by distance to the scores; `table` points at first query minus first key. */
@@ -266,7 +293,7 @@ APART vec exponentials(word *s, long keys, vec most, float scale) {
 INLINE void weigh_tile(Scratch *t, float *out, long column, long steps, const vec *fade,
                        const int vecs) {
     const long columns = t->columns;
-    vec acc[TILE][2] = {0};
+    vec acc[TILE][VECS] = {0};
     if (fade) EACH_IN_TILE acc[i][j] = load(out + i * GROUP + j * LANES) * fade[j];
     for (long step = 0; step < steps; step++)
         EACH_IN_TILE acc[i][j] = multiply_add(acc[i][j], load(t->s + step * GROUP + j * LANES),
@@ -277,14 +304,19 @@ INLINE void weigh_tile(Scratch *t, float *out, long column, long steps, const ve
 APART void weigh(Scratch *t, float *out, long keys, const vec *fade, int vecs) {
     const long steps = (keys + PER_WORD - 1) / PER_WORD;
     for (long column = 0; column < t->columns; column += TILE, out += TILE * GROUP)
-        vecs == 2 ? weigh_tile(t, out, column, steps, fade, 2)
-                  : weigh_tile(t, out, column, steps, fade, 1);
+        switch (vecs) {
+            case 1: weigh_tile(t, out, column, steps, fade, 1); break;
+            case 2: weigh_tile(t, out, column, steps, fade, 2); break;
+            default: weigh_tile(t, out, column, steps, fade, VECS);
+        }
 }
 
 static void attend_block(Scratch *t, const float *table, long row, long keys, int vecs, int first) {
-    vec most[2], fade[2], bare[2] = {splat(-FLT_MAX), splat(-FLT_MAX)};
-    for (int j = 0; j < vecs; j++)
+    vec most[VECS], fade[VECS], bare[VECS];
+    for (int j = 0; j < vecs; j++) {
+        bare[j] = splat(-FLT_MAX);
         most[j] = first ? splat(-FLT_MAX) : load(t->most + row + j * LANES);
+    }
     score(t, t->q + row * t->words, keys, table ? bare : most, vecs);
     if (table) gain(t, table, keys, most, vecs);
     for (int j = 0; j < vecs; j++) {
@@ -329,7 +361,7 @@ static void attend(const Job *job, Scratch *t, long item) {
         pack_values(t, job->v + (start + key) * job->v_step + head, job->v_step, keys);
         for (long row = 0; row < rows; row += GROUP)
             attend_block(t, table ? table + chunk[2] + row - key : NULL, row, keys,
-                         rows - row > LANES ? 2 : 1, key == nearest);
+                         least((rows - row + LANES - 1) / LANES, VECS), key == nearest);
     }
     write_rows(t, job->out + token * out_step + head, out_step, rows);
 }

@@ -19,14 +19,14 @@ Shapes: T tokens, S sequences.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, final
+from typing import TypeVar, final
 
 import numpy as np
 import torch
@@ -44,12 +44,25 @@ LARGEST_PART = 2048  # with more, what a layer keeps for its tokens leaves the c
 DOUBLED_LENGTH = 1000
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
+Result = TypeVar("Result")
 Run = Callable[[Packed, Sequence[str], Tensor | None], Sequence[Tensor]]
+
+_GROUPS: dict[tuple[int, int, int], CoreGroups] = {}
 
 
 def default_budget(smallest: int) -> int:
     """Tokens of a batch that gives every core a part, at least `smallest`."""
-    return max(smallest, LARGEST_PART * torch.get_num_threads())
+    return max(smallest, LARGEST_PART * _threads())
+
+
+def _threads() -> int:
+    """Threads of all groups together: torch's, and no more than a container's quota keeps busy."""
+    return min(torch.get_num_threads(), _usable_cores())
+
+
+@cache
+def _usable_cores() -> int:
+    return usable_cores()
 
 
 def grouping(tokens: int, threads: int) -> tuple[int, int]:
@@ -68,13 +81,17 @@ def launch(
     With `only`, per-token heads run on the tokens with this id alone. The results of the parts, end
     to end, are those of the batch.
     """
-    count, threads = grouping(len(packed.ids), torch.get_num_threads())
+    count, threads = grouping(len(packed.ids), _threads())
     if count < 2 or len(packed) < 2 or packed.capacity or not _can_divide_threads():
         return []
-    groups = _groups(os.getpid(), count, threads)
-    return [
-        groups.submit(partial(_run_part, run, part, heads, only)) for part in divide(packed, count)
-    ]
+    groups = _groups(count, threads)
+    # A batch of a large budget: several parts for each group, none of them too large for its cache.
+    rounds = -(-len(packed.ids) // (count * threads * LARGEST_PART))
+    parts = divide(packed, count * rounds)
+    try:
+        return [groups.submit(partial(_run_part, run, part, heads, only)) for part in parts]
+    except RuntimeError:  # the main thread has ended, and Python's pools with it
+        return []
 
 
 def _run_part(run: Run, part: Packed, heads: tuple[str, ...], only: int | None) -> Sequence[Tensor]:
@@ -118,45 +135,34 @@ def _slice(packed: Packed, begin: int, end: int) -> Packed:
 class CoreGroups:
     """Threads that take work from one queue, each on cores of its own.
 
-    They live as long as the process: to start one costs as much as a short text.
+    They live as long as the process: to start one costs as much as a short text. At its end they
+    finish what they have begun (a thread that dies inside torch would abort the process).
     """
 
     def __init__(self, count: int, threads: int) -> None:
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         cores = own_cores(count * threads)
-        for number in range(count):
-            own = cores[number * threads : (number + 1) * threads]
-            name = f"packhorse-cores-{number}"
-            arguments = (threads, own)
-            threading.Thread(target=self._live, args=arguments, name=name, daemon=True).start()
+        self._own: SimpleQueue[list[int]] = SimpleQueue()
+        for first in range(0, count * threads, threads):
+            self._own.put(cores[first : first + threads])
+        self._pool = ThreadPoolExecutor(count, "packhorse-cores", self._begin, (threads,))
 
-    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+    def submit(self, function: Callable[[], Result]) -> Future[Result]:
         """Have the next group that is free call a function."""
-        future: Future[Any] = Future()
-        self._queue.put((future, function))
-        return future
+        return self._pool.submit(function)
 
-    def _live(self, threads: int, cores: Sequence[int]) -> None:
-        if cores:  # before OpenMP starts threads, which inherit it
-            os.sched_setaffinity(0, cores)
+    def _begin(self, threads: int) -> None:
+        cores = self._own.get_nowait()
+        with suppress(OSError):  # the cores were taken from the process since; any will do
+            if cores:  # before OpenMP starts threads, which inherit it
+                os.sched_setaffinity(0, cores)
         _use_threads(threads)
-        while True:
-            _call(*self._queue.get())
 
 
-def _call(future: Future[Any], function: Callable[[], Any]) -> None:
-    try:
-        result = function()
-    except BaseException as error:  # it is raised where the result is read
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-
-
-@cache
-def _groups(process: int, count: int, threads: int) -> CoreGroups:
+def _groups(count: int, threads: int) -> CoreGroups:
     """The groups of this process; a forked child has none of its parent's threads."""
-    return CoreGroups(count, threads)
+    key = os.getpid(), count, threads
+    # Of two callers that find none, one wins; threads begin with the first work.
+    return _GROUPS.get(key) or _GROUPS.setdefault(key, CoreGroups(count, threads))
 
 
 def own_cores(count: int, topology: Path = TOPOLOGY) -> list[int]:
