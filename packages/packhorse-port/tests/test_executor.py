@@ -64,7 +64,8 @@ def test_the_modules_own_attributes_are_there():
     training.eval()
     assert not training.model.training
     assert isinstance(training.options, poptorch.Options)
-    assert set(training.getTensorNames()) == set(training.state_dict())
+    with pytest.raises(AssertionError, match="not been compiled"):
+        training.getTensorNames()
     with pytest.raises(AttributeError, match=r"test_executor.py:\d+: .*ptimiser'; the nearest"):
         training.setOptimiser(None)
 
@@ -203,8 +204,8 @@ def test_never_connected_compiles_and_does_not_run():
 
 
 def test_a_name_that_is_not_there_says_what_to_write_instead():
-    with pytest.raises(AttributeError, match=r"test_executor.py:\d+: poptorch.custom_op .*PyTorch"):
-        _ = poptorch.custom_op
+    with pytest.raises(AttributeError, match=r"test_executor.py:\d+: poptorch.eager .*delete"):
+        _ = poptorch.eager
     with pytest.raises(AttributeError, match="nearest is trainingModel"):
         _ = poptorch.trainModel
     assert all(hasattr(poptorch, name) for name in dir(poptorch))

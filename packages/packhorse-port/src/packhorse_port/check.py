@@ -9,6 +9,7 @@ is *ignored* (and why), or *fails* (and what to do). Nothing here imports torch.
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from packhorse_port import enums
-from packhorse_port.names import EXTRAS, NAMES, Kind, Name, install_line, nearest
+from packhorse_port.names import CUSTOM_OPS, EXTRAS, NAMES, Kind, Name, install_line, nearest
 from packhorse_port.patch import SCALING
 from packhorse_port.script import IPU_MODULES
 from packhorse_port.syntax import NameOrigins, dotted
@@ -235,6 +236,8 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[ast.ImportFrom, str]]:
 def _lookup(name: str, is_called: bool = False) -> Name:
     """The entry of a name in `NAMES`; a missing one fails, with the nearest name."""
     first, _, rest = name.partition(".")
+    if name == "custom_op" and not os.environ.get(CUSTOM_OPS):
+        return Name("fails", f"write the operation in PyTorch, in a file that {CUSTOM_OPS} names")
     if name in NAMES:
         return NAMES[name]
     if first in ENUMS:

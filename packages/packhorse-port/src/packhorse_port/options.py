@@ -26,9 +26,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from packhorse.errors import InputError, PackhorseError
+from packhorse.errors import PackhorseError
 from packhorse_port import enums
 from packhorse_port.enums import (
+    CommGroupType,
     ConnectionType,
     HalfFloatCastingBehavior,
     MeanReductionStrategy,
@@ -37,7 +38,7 @@ from packhorse_port.enums import (
     SyncPattern,
     TensorLocationSettings,
 )
-from packhorse_port.notices import line_prefix, log_once, script_line
+from packhorse_port.notices import UsageError, line_prefix, log_once, script_line
 from packhorse_port.settings import OptionsUse, Settings, check_integer, check_member, ignored
 
 # Why settings have no effect here
@@ -63,7 +64,7 @@ class Training(Settings):
         """Whether the gradients of micro batches and replicas are averaged or summed."""
         name = "accumulationAndReplicationReductionType"
         if check_member(name, reduction_type, ReductionType) == ReductionType.NoReduction:
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}{name} takes poptorch.ReductionType.Mean or .Sum, not NoReduction"
             )
         return self._set(name, accumulation_and_replication_reduction_type=reduction_type)
@@ -164,7 +165,7 @@ class Distributed(Settings):
         count = check_integer("num_processes", num_processes)
         number = check_integer("process_id", process_id, least=0)
         if number >= count:
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}process {number} of {count}: ids run from 0 to {count - 1}"
             )
         values = {"num_distributed_processes": count, "distributed_process_id": number}
@@ -237,6 +238,9 @@ class Options(Settings):
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "device_iterations": 1,
         "replication_factor": 1,
+        "input_group_size": 1,
+        "input_cgt": CommGroupType.Consecutive,
+        "anchored_tensors": {},
         "output_mode": OutputMode.Default,
         "output_return_period": 1,
         "connection_type": ConnectionType.Always,
@@ -305,8 +309,18 @@ class Options(Settings):
 
     @property
     def batches_per_call(self) -> int:
-        """Micro batches that one host call consumes: iterations × replicas × accumulation."""
-        return self.device_iterations * self.replication_factor * self.gradient_accumulation
+        """Micro batches that one host call consumes: iterations × input groups × accumulation."""
+        return self.device_iterations * self.input_groups * self.gradient_accumulation
+
+    @property
+    def input_groups(self) -> int:
+        """How many different inputs the replicas get."""
+        if self.replication_factor % self.input_group_size:
+            raise UsageError(
+                f"{line_prefix()}inputReplicaGrouping({self.input_group_size}, …) does not divide"
+                f" replicationFactor({self.replication_factor})"
+            )
+        return self.replication_factor // self.input_group_size
 
     @property
     def frozen(self) -> bool:
@@ -382,13 +396,43 @@ class Options(Settings):
         count = check_integer("replicationFactor", replication_factor)
         return self._set("replicationFactor", replication_factor=count)
 
+    def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Self:
+        """Give groups of replicas the same inputs: neighbors, or every nth (`Orthogonal`)."""
+        name = "inputReplicaGrouping"
+        size = check_integer(name, input_group_size)
+        kind = check_member(name, input_group_type, CommGroupType)
+        if kind == CommGroupType.All:
+            raise UsageError(f"{line_prefix()}{name}: input_group_type cannot be All")
+        if kind == CommGroupType.NoGrouping:
+            size = 1
+            kind = CommGroupType.Consecutive
+        if self.replication_factor % size:
+            raise UsageError(
+                f"{line_prefix()}{name}: input_group_size {size} must be a factor of"
+                f" replication_factor {self.replication_factor}, which is set before it"
+            )
+        return self._set(name, input_group_size=size, input_cgt=kind)
+
+    def anchorTensor(
+        self,
+        short_name: str,
+        long_name: str,
+        output_mode: OutputMode | None = None,
+        output_return_period: int | None = 1,
+    ) -> Self:
+        """Keep a tensor of the model for `getAnchoredTensor(short_name)`; see `anchors`."""
+        period = output_return_period if output_mode == OutputMode.EveryN else 1
+        anchor = (long_name, output_mode, check_integer("output_return_period", period))
+        anchored = {**self.anchored_tensors, short_name: anchor}
+        return self._set("anchorTensor", anchored_tensors=anchored)
+
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
         """Which outputs of a host call are returned; `EveryN` needs its n."""
         mode = check_member("outputMode", output_mode, OutputMode)
         period = 1
         if mode == OutputMode.EveryN:
             if output_return_period is None:
-                raise InputError(
+                raise UsageError(
                     f"{line_prefix()}write outputMode(poptorch.OutputMode.EveryN, n): n is missing"
                 )
             period = check_integer("output_return_period", output_return_period)
@@ -427,7 +471,7 @@ class Options(Settings):
         scripts that run unchanged.
         """
         if enabled not in STEP_MODES.values():
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}compileStep takes True, False or 'trace', not {enabled!r}"
             )
         return self._set("compileStep", compile_step=enabled)
@@ -525,21 +569,12 @@ class Options(Settings):
     @ignored("module_namescope", False, "operations have no name scope here")
     def disableModuleNamescope(self) -> Self: ...
 
-    @ignored("anchored_tensors", None, "read the tensor with a forward hook of its module")
-    def anchorTensor(
-        self,
-        short_name: str,
-        long_name: str,
-        output_mode: OutputMode | None = None,
-        output_return_period: int | None = 1,
-    ) -> Self: ...
-
 
 def _environment_choice(variable: str, *choices: str) -> str:
     """The value of an environment variable; the first choice if it is not set."""
     value = os.environ.get(variable) or choices[0]
     if value not in choices:
-        raise InputError(f"{variable} is {value!r}; set it to one of {', '.join(choices)}")
+        raise UsageError(f"{variable} is {value!r}; set it to one of {', '.join(choices)}")
     return value
 
 
