@@ -13,8 +13,8 @@ float weights ("master weights") with half inputs; gradients arrive in the type 
 
 The casts are made below autograd, on the operations that layers are made of, so that attention,
 einsum and the backward pass have them too; a few functions check or promote types before that, and
-are intercepted when they are called. That costs some microseconds per operation, and only models that
-need it pay.
+are intercepted when they are called. That costs some microseconds per operation, and only models
+that need it pay.
 """
 
 from __future__ import annotations

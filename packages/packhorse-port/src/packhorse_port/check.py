@@ -19,9 +19,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from packhorse_port import enums
-from packhorse_port.names import CUSTOM_OPS, EXTRAS, NAMES, Kind, Name, install_line, nearest
+from packhorse_port.names import (
+    CUSTOM_OPS,
+    EXTRAS,
+    NAMES,
+    POPDIST,
+    Kind,
+    Name,
+    install_line,
+    nearest,
+)
 from packhorse_port.patch import SCALING
-from packhorse_port.script import IPU_MODULES
+from packhorse_port.script import IPU_MODULES, SDK
 from packhorse_port.syntax import NameOrigins, dotted
 from packhorse_port.tensorflow import names as tensorflow
 from packhorse_port.torchvision import PROVIDES
@@ -30,15 +39,6 @@ ENUMS = {
     name: [member.name for member in value]
     for name, value in vars(enums).items()
     if isinstance(value, type) and issubclass(value, Enum) and value.__module__ == enums.__name__
-}
-SDK = {
-    "popart": "graphs of PopART cannot run here; write the model in PyTorch",
-    "popxl": "graphs of PopXL cannot run here; write the model in PyTorch",
-    "poplar": "Poplar programs cannot run here",
-    "popdist": "start several processes with torchrun",
-    "poprt": "packhorse.PackRunner packs and runs requests; see docs/coming-from.md",
-    "gcipuinfo": "packhorse monitor --json tells about devices",
-    "poptorch_geometric": "use torch_geometric",
 }
 
 
@@ -154,6 +154,8 @@ def _module(name: str, folder: Path) -> Name:
     top = name.partition(".")[0]
     if not top:
         return Name("fails", "a script has no package: import it by its name")
+    if name in POPDIST:
+        return Name("emulated", POPDIST[name])
     if name.startswith(IPU_MODULES):
         return _ipu_module(top, name)
     if (folder / f"{top}.py").exists() or (folder / top).is_dir():

@@ -349,7 +349,7 @@ class PoplarExecutor(CallTimes):
         return transfers, inputs
 
     def _to_host(self, value: Any) -> Any:
-        """An output on the host, of 32 bits; its `backward()` explains itself to a plain training loop."""
+        """An output on the host, in 32 bits; its `backward()` explains itself to a plain loop."""
         if not isinstance(value, Tensor):
             return value
         value = value.to("cpu", WIDE_DTYPES.get(value.dtype))

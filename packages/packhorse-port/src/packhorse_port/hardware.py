@@ -53,7 +53,7 @@ def setLogLevel(level: str | int) -> None:
     if isinstance(level, int):
         if level not in LEVEL_NUMBERS and level < logging.DEBUG:
             raise UsageError(
-                f"Invalid log level integer: {level}; PopTorch has {LEVEL_NUMBERS}, logging 10 to 50"
+                f"Invalid log level integer: {level}; PopTorch has {LEVEL_NUMBERS}"
             )
         level = LEVEL_NUMBERS.get(level, level)
     elif level.upper() not in LEVELS:

@@ -218,6 +218,12 @@ NAMES: dict[str, Name] = {
 
 CUSTOM_OPS = "PACKHORSE_PORT_OPS"  # files that register stand-ins for custom operations
 
+# Other modules of the SDK that are provided; `script.SDK` has those that are not.
+POPDIST = {
+    "popdist": "the processes that poprun or torchrun starts",
+    "popdist.poptorch": "options for them",
+}
+
 # Modules that such scripts import, and the extra of packhorse that installs them.
 EXTRAS = {
     "sklearn": "tutorials",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ def fps(src: Tensor, ptr: list[int], ratio: float = 0.5, random_start: bool = Fa
         raise UsageError(f"{line_prefix()}`ptr` must be a list of at least 2 integers, not {ptr}")
     points = src.reshape(len(src), -1)  # [N, D]
     chosen: list[Tensor] = []
-    for begin, end in zip(ptr[:-1], ptr[1:], strict=True):
+    for begin, end in pairwise(ptr):
         group = points[begin:end]
         if not len(group):
             continue
