@@ -104,6 +104,23 @@ def test_norms_compute_in_the_type_of_their_activations(make, inputs, weights):
         torch.testing.assert_close(buffer, wanted, rtol=5e-3, atol=5e-3)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_may_have_statistics_of_another_type(training):
+    norm = nn.BatchNorm1d(4).half()
+    norm.running_mean = torch.ones(4)
+    norm.running_var = torch.full((4,), 4.0)
+    x = torch.randn(8, 4).half()
+    wanted = functional.batch_norm(x.float(), torch.ones(4), torch.full((4,), 4.0))
+    norm.train(training)
+    if training:
+        wanted = functional.batch_norm(x.float(), None, None, training=True)
+        out, _ = poptorch.trainingModel(Trained(norm))(x)
+    else:
+        out = poptorch.inferenceModel(norm)(x)
+    assert out.dtype == h and norm.running_mean.dtype == f
+    torch.testing.assert_close(out.float(), wanted, rtol=2e-2, atol=2e-2)
+
+
 def test_elementwise_operations_promote_as_in_torch():
     class Sum(nn.Module):
         def forward(self, x, y):

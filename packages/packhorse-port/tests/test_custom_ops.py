@@ -88,5 +88,5 @@ def test_files_that_the_environment_names_register_stand_ins(tmp_path, monkeypat
     assert out.tolist() == [27, 27]
     assert examine(text, script).count("fails") == 0
     monkeypatch.setenv("PACKHORSE_PORT_OPS", str(tmp_path / "none.py"))
-    with pytest.raises(poptorch.Error, match="none.py, which does not exist"):
+    with pytest.raises(poptorch.Error, match=r"none\.py, which does not exist"):
         poptorch.custom_op([x], "Cube", "com.acme", 1, example)

@@ -209,3 +209,59 @@ def test_a_name_that_is_not_there_says_what_to_write_instead():
     with pytest.raises(AttributeError, match="nearest is trainingModel"):
         _ = poptorch.trainModel
     assert all(hasattr(poptorch, name) for name in dir(poptorch))
+
+
+def test_outputs_have_32_bits():
+    class Wide(torch.nn.Module):
+        def forward(self, x):
+            return x, x.double(), x.argmax(), x.half(), x > 0
+
+    outputs = poptorch.inferenceModel(Wide())(torch.arange(3))
+    kinds = [torch.int32, torch.float32, torch.int32, torch.float16, torch.bool]
+    assert [out.dtype for out in outputs] == kinds
+
+
+def test_a_model_without_weights_to_train_runs():
+    model = Classifier(norm=True).eval().requires_grad_(False)
+    data, labels = images(4)
+    out, loss = model(data, labels)
+    training = poptorch.trainingModel(model)
+    torch.testing.assert_close(training(data, labels), (out, loss))
+
+
+def test_hooks_around_the_first_call():
+    calls = []
+    handles = [
+        poptorch.registerPreCompileHook(lambda: calls.append("before")),
+        poptorch.registerPostCompileHook(lambda: calls.append("after")),
+    ]
+    model = poptorch.inferenceModel(Line())
+    for _ in range(2):
+        model(torch.ones(1, 3))
+    assert calls == ["before", "after"]
+    for handle in handles:
+        handle.remove()
+    poptorch.inferenceModel(Line())(torch.ones(1, 3))
+    assert calls == ["before", "after"]
+    with pytest.raises(RuntimeError, match="must be callable"):
+        poptorch.registerPreCompileHook(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_mistakes_are_of_the_kinds_that_poptorch_raises():
+    model = poptorch.inferenceModel(Line())
+    for kind in (AssertionError, RuntimeError, ValueError, poptorch.Error):
+        with pytest.raises(kind, match="has not been compiled"):
+            model.getTensorNames()
+    assert issubclass(poptorch.poptorch_core.RecoverableError, poptorch.Error)
+    assert issubclass(poptorch.optim.LAMB, poptorch.optim.Optimizer)
+
+
+def test_sections_are_shown_by_torchs_profiler():
+    channel = poptorch.profiling.Channel("mine")
+    model = channel.instrument(Line(), "forward")
+    with torch.profiler.profile() as profile, channel.tracepoint("part"):
+        model(torch.ones(1, 3))
+    names = {event.key for event in profile.key_averages()}
+    assert {"mine.part", "mine.Line.forward"} <= names
+    assert poptorch.testing.allclose([torch.ones(2)], [torch.ones(2)])
+    assert not poptorch.testing.allclose([torch.ones(2)], (torch.ones(2),))

@@ -85,6 +85,18 @@ def test_stages_and_phases_can_be_asked_for():
         poptorch.BeginBlock(3)
 
 
+def test_a_slice_that_cannot_be_taken_is_refused():
+    x = torch.ones(4)
+    with pytest.raises(poptorch.Error, match="start and end of a slice must be different"):
+        poptorch.dynamic_slice(x, 0, torch.tensor(1), 0)
+    with pytest.raises(poptorch.Error, match="end less than the start"):
+        poptorch.dynamic_update(x, x, 0, torch.tensor(1), -2)
+    with pytest.raises(poptorch.Error, match=r"same dimensionality. \(1\) vs \(2\)"):
+        poptorch.dynamic_update(x, x[None], 0, torch.tensor(1), 1)
+    with pytest.raises(poptorch.Error, match=r"same dtype. \(torch.float32 vs torch.float16\)"):
+        poptorch.dynamic_update(x, x.half(), 0, torch.tensor(1), 1)
+
+
 def test_blocks_are_shown_and_removed():
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
     assert poptorch.module_repr(model) == repr(model)
@@ -114,7 +126,7 @@ def test_a_body_changes_copies():
     assert torch.equal(y, torch.full((2,), 5.0)) and torch.equal(x, torch.ones(2))
     (z,) = poptorch.cond(x.sum() > 9, lambda a: a, [x], lambda: x - 1, [])
     assert torch.equal(z, torch.zeros(2))
-    with pytest.raises(ValueError, match="at index 1 is not torch.tensor"):
+    with pytest.raises(ValueError, match=r"at index 1 is not torch\.tensor"):
         poptorch.cond(x, lambda: x, [], lambda: x, [x, 5])  # pyright: ignore[reportArgumentType]
 
 

@@ -65,6 +65,8 @@ NORMS = {
     aten.native_batch_norm_backward.default: 0,
 }
 RUNNING_STATISTICS = slice(3, 5)  # of native_batch_norm's arguments, which it changes
+# Of a batch norm's arguments the weight and bias, which have the type of the statistics.
+SCALES = {aten.native_batch_norm.default: (1, 2), aten.native_batch_norm_backward.default: (2,)}
 
 
 class MixedTypes:
@@ -120,7 +122,7 @@ class OperationCasts(TorchDispatchMode):
         self.owner.needed = True
         dtype = args[position].dtype
         if func in NORMS and dtype in HALVES:
-            return func(*args, **kwargs)
+            return func(*_like_statistics(func, args), **kwargs)
         cast = [_cast(value, dtype) for value in args]
         result = func(*cast, **kwargs)
         if func is aten.native_batch_norm.default:
@@ -130,6 +132,15 @@ class OperationCasts(TorchDispatchMode):
                 if value is not None and value is not changed:
                     value.copy_(changed)
         return result
+
+
+def _like_statistics(func: Any, args: tuple[Any, ...]) -> list[Any]:
+    """The arguments, with the weight and bias of a batch norm in the type of its statistics."""
+    cast = list(args)
+    for position in SCALES.get(func, ()):
+        if args[3] is not None:
+            cast[position] = _cast(args[position], args[3].dtype)
+    return cast
 
 
 def _is_mixed(values: Any) -> bool:

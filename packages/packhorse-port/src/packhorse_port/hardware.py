@@ -52,9 +52,7 @@ def setLogLevel(level: str | int) -> None:
     """Set the level of the logger `packhorse_port`, by PopTorch's names or numbers, or Python's."""
     if isinstance(level, int):
         if level not in LEVEL_NUMBERS and level < logging.DEBUG:
-            raise UsageError(
-                f"Invalid log level integer: {level}; PopTorch has {LEVEL_NUMBERS}"
-            )
+            raise UsageError(f"Invalid log level integer: {level}; PopTorch has {LEVEL_NUMBERS}")
         level = LEVEL_NUMBERS.get(level, level)
     elif level.upper() not in LEVELS:
         *names, last = sorted(LEVEL_NUMBERS.values())

@@ -210,10 +210,27 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int 
 
 def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: int) -> Tensor:
     """`input` with the slice of `size` at `start` replaced by `src`."""
+    if input.dim() != src.dim():
+        raise UsageError(
+            f"{line_prefix()}dynamic_update: input and src tensors must have same dimensionality."
+            f" ({input.dim()}) vs ({src.dim()})"
+        )
+    if input.dtype != src.dtype:
+        raise UsageError(
+            f"{line_prefix()}dynamic_update: input and src tensor must have same dtype."
+            f" ({input.dtype} vs {src.dtype})"
+        )
     return input.index_copy(dim, _slice_indices(start, size, 1), src)
 
 
 def _slice_indices(start: Tensor, size: int, step: int) -> Tensor:
+    if size == 0:
+        raise UsageError(f"{line_prefix()}The start and end of a slice must be different.")
+    if size < 0:
+        raise UsageError(
+            f"{line_prefix()}Taking a slice of a tensor with the end less than the start is not"
+            " supported."
+        )
     return start.reshape(()).long() + torch.arange(0, size, step, device=start.device)
 
 
