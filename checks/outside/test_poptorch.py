@@ -1,10 +1,10 @@
 """PopTorch's own public tests against the port, run from where they are.
 
-PACKHORSE_POPTORCH_TESTS names the folder `tests` of a clone of graphcore/poptorch. Each of its files
-is run by a pytest of its own under the import hooks of `packhorse port`, with the few stand-ins of
-`poptorch/standins.py`. A test that fails must be listed in `poptorch/differences.toml` with its
-reason, and one that is listed must fail. When all files have run, `docs/port-conformance.md` is
-written anew.
+PACKHORSE_POPTORCH_TESTS names the folder `tests` of a clone of graphcore/poptorch. Each of its
+files is run by a pytest of its own under the import hooks of `packhorse port`, with the few
+stand-ins of `poptorch/standins.py`. A test that fails must be listed in
+`poptorch/differences.toml` with its reason, and one that is listed must fail. When all files have
+run, `docs/port-conformance.md` is written anew.
 """
 
 from __future__ import annotations

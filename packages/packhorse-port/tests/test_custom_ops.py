@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -90,3 +93,12 @@ def test_files_that_the_environment_names_register_stand_ins(tmp_path, monkeypat
     monkeypatch.setenv("PACKHORSE_PORT_OPS", str(tmp_path / "none.py"))
     with pytest.raises(poptorch.Error, match=r"none\.py, which does not exist"):
         poptorch.custom_op([x], "Cube", "com.acme", 1, example)
+
+
+def test_the_guide_shows_one_that_works():
+    guide = Path(__file__).parents[3] / "docs" / "guides" / "port.md"
+    (block,) = re.findall(r"^```python\n(.*?)^```$", guide.read_text("utf-8"), re.M | re.S)
+    exec(compile(block, str(guide), "exec"), {"__name__": "guide"})
+    x = torch.tensor([-2.0, 3.0])
+    (out,) = poptorch.custom_op([x], "LeakyRelu", "com.acme", 1, [x], {"alpha": 0.1})
+    torch.testing.assert_close(out, torch.nn.functional.leaky_relu(x, 0.1))
