@@ -14,9 +14,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-import poptorch  # pyright: ignore[reportMissingImports]
+import poptorch as packhorse_port  # pyright: ignore[reportMissingImports]
 import pytest
 import torch.utils.data
+
+poptorch: Any = packhorse_port
 
 CUSTOM_LIBRARIES = ("libcustom_cube_op.so", "libcustom_leaky_relu_op.so")
 
@@ -69,10 +71,10 @@ def reduce_by_position(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def scatter(*args: Any, **kwargs: Any) -> Any:
         if len(args) > 4:
-            *args, kwargs["reduce"] = args
+            kwargs["reduce"] = args[4]
         if kwargs.get("reduce", "") is None:
             del kwargs["reduce"]
-        return original(*args, **kwargs)
+        return original(*args[:4], **kwargs)
 
     return scatter
 

@@ -96,6 +96,7 @@ EMULATED = {
     "Options.clone": "a copy that is not frozen",
     "Options.toDict": "all settings as plain values",
     "Options.loadFromFile": "settings from a file, one per line",
+    "Options.from_json": "settings from JSON, of which POPTORCH_DEFAULT_OPTIONS is some",
     "Options.exists": "whether there is such a setting",
     "Options.Training": "the group of training settings",
     "Options.Training.gradientAccumulation": "micro batches of one optimizer step",

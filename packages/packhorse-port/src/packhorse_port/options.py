@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import json
 import os
 import shlex
 from collections.abc import Mapping
@@ -229,6 +230,7 @@ GROUPS: dict[str, type[Settings]] = {
 
 
 # Values of PACKHORSE_PORT_STEPS, and the argument of `compileStep` that each stands for.
+DEFAULT_OPTIONS = "POPTORCH_DEFAULT_OPTIONS"
 STEP_MODES: dict[str, bool | str] = {"modules": False, "traced": "trace", "compiled": True}
 
 
@@ -256,7 +258,11 @@ class Options(Settings):
     }
 
     def __init__(self) -> None:
-        super().__init__(OptionsUse())
+        self._initialize()
+        self.from_json(os.environ.get(DEFAULT_OPTIONS) or "{}")
+
+    def _initialize(self) -> None:
+        Settings.__init__(self, OptionsUse())
         self._values["cache_path"] = cache_from_environment(os.environ)
         self._values["compile_step"] = STEP_MODES[
             _environment_choice("PACKHORSE_PORT_STEPS", *STEP_MODES)
@@ -347,7 +353,8 @@ class Options(Settings):
 
     def clone(self) -> Options:
         """A copy with the same settings that is not frozen."""
-        clone = Options()
+        clone = Options.__new__(Options)
+        clone._initialize()
         for source, target in zip(self._groups(), clone._groups(), strict=True):
             target.__dict__["_values"] = copy.deepcopy(source._values)
         return clone
@@ -372,6 +379,21 @@ class Options(Settings):
         for group in options._groups():
             group._restore(dict(values))
         return options
+
+    def from_json(self, string: str) -> Self:
+        """Apply settings by name: {"Training.gradientAccumulation": 4, "_Popart.set": ["key", 1]}.
+
+        The variable POPTORCH_DEFAULT_OPTIONS has such settings for all options of a script.
+        """
+        try:
+            for name, value in json.loads(string).items():
+                method = _target(self, ast.parse(name, mode="eval").body)
+                method(*map(_json_value, value if isinstance(value, list) else [value]))
+        except (PackhorseError, SyntaxError, TypeError, ValueError) as error:
+            raise ConfigFileError(
+                f"{line_prefix()}{string!r} is no JSON of settings: {error}"
+            ) from error
+        return self
 
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
         """Apply a file of settings, one per line as in a script, without `options.`."""
@@ -596,8 +618,19 @@ def cache_from_environment(environ: Mapping[str, str]) -> str | None:
 #     outputMode(poptorch.OutputMode.EveryN, 5)
 #
 # PopTorch runs such a file as Python. Here every line is parsed, and only calls of settings with
-# plain values pass (numbers, strings, lists, dictionaries, `poptorch`'s enumerations, `torch`'s
-# dtypes and `TensorLocationSettings`), so that a file of settings cannot run code.
+# plain values pass (numbers, strings, lists, dictionaries, `poptorch`'s enumerations and execution
+# strategies, `torch`'s dtypes and `TensorLocationSettings`), so that a file of settings cannot run
+# code.
+
+
+STRATEGIES = (
+    "poptorch.PipelinedExecution",
+    "poptorch.ShardedExecution",
+    "poptorch.SerialPhasedExecution",
+    "poptorch.ParallelPhasedExecution",
+    "poptorch.Phase",
+    "poptorch.Stage",
+)
 
 
 class ConfigFileError(PackhorseError):
@@ -654,12 +687,23 @@ def _value(node: ast.AST) -> Any:
     """The value of an argument: a literal, a member of an enumeration, a dtype, a location."""
     if isinstance(node, ast.Attribute):
         return _named_value(ast.unparse(node))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in STRATEGIES:
+        from packhorse_port import ops
+
+        kind = getattr(ops, ast.unparse(node.func).removeprefix("poptorch."))
+        return kind(*map(_value, node.args))
     if isinstance(node, ast.Call) and "TensorLocationSettings" in ast.unparse(node.func):
         return _location(node)
     try:
         return ast.literal_eval(ast.unparse(node))
     except ValueError as error:
         raise ConfigFileError(f"{ast.unparse(node)} is not a plain value") from error
+
+
+def _json_value(value: Any) -> Any:
+    """A value of JSON; `OutputMode.All` is the member of the enumeration."""
+    is_name = isinstance(value, str) and hasattr(enums, value.partition(".")[0])
+    return _named_value(f"poptorch.{value}") if is_name and "." in value else value
 
 
 def _named_value(name: str) -> Any:
