@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import packhorse_port as poptorch
-from packhorse.errors import InputError, PackhorseError
+from packhorse.errors import PackhorseError
 from packhorse_port import notices
+from packhorse_port.notices import UsageError
 
 from .models import Classifier, Line, images, points
 
@@ -114,7 +115,7 @@ def test_times_answer_in_seconds():
     inference = poptorch.inferenceModel(Line())
     assert inference.getPerfCounters()["input"] == [[]]
     assert inference.getLatency() == (0.0, 0.0, 0.0)
-    with pytest.raises(InputError, match="call the model first"):
+    with pytest.raises(UsageError, match="call the model first"):
         inference.cycleCount()
     inference(points(4)[0])
     least, most, mean = inference.getLatency()
@@ -155,7 +156,7 @@ def test_synthetic_data_is_read_once():
 def test_backward_of_an_output_says_which_line_to_delete():
     _, loss = trainer(Line())(*points(4))
     assert loss.requires_grad is False
-    with pytest.raises(InputError, match=r"test_executor.py:\d+: delete the line with backward"):
+    with pytest.raises(UsageError, match=r"test_executor.py:\d+: delete the line with backward"):
         loss.backward()
 
 
@@ -176,14 +177,14 @@ def test_backward_of_an_output_says_which_line_to_delete():
     ],
 )
 def test_wrong_use_says_what_to_write(wrong, says):
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(UsageError, match=says):
         wrong()
 
 
 def test_accumulation_is_not_for_inference():
     opts = poptorch.Options()
     opts.Training.gradientAccumulation(2)
-    with pytest.raises(InputError, match=r"options of its own: poptorch.Options\(\)"):
+    with pytest.raises(UsageError, match=r"options of its own: poptorch.Options\(\)"):
         poptorch.inferenceModel(Line(), opts)
 
 
@@ -199,7 +200,7 @@ def test_never_connected_compiles_and_does_not_run():
     opts = poptorch.Options().connectionType(poptorch.ConnectionType.Never)
     training = trainer(Line(), opts)
     training.compile(*points(4))
-    with pytest.raises(InputError, match="compiles and does not run"):
+    with pytest.raises(UsageError, match="compiles and does not run"):
         training(*points(4))
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import packhorse_port as poptorch
-from packhorse.errors import InputError
 from packhorse_port import notices
+from packhorse_port.notices import UsageError
 
 from .models import Line, points
 
@@ -73,7 +73,7 @@ def test_a_strategy_changes_no_number(strategy):
 def test_stages_and_phases_can_be_asked_for():
     strategy = poptorch.PipelinedExecution(poptorch.Stage("a", "b").ipu(2), "c")
     assert strategy.stage("b").blocks == ("a", "b")
-    with pytest.raises(InputError, match="no stage has the block 'd'"):
+    with pytest.raises(UsageError, match="no stage has the block 'd'"):
         strategy.stage("d")
     phased = poptorch.SerialPhasedExecution(["a"], poptorch.Phase("b", "c"), poptorch.Stage("d"))
     assert phased.phase(1).stage(0) is phased.stage("b") is phased.stage("c")
@@ -81,7 +81,7 @@ def test_stages_and_phases_can_be_asked_for():
     assert poptorch.removeBlocks(model := Line()) is model
     assert poptorch.BlockFunction("a", ipu_id=1)(len) is len
     assert poptorch.BeginBlock(len, "b")([1, 2]) == 2
-    with pytest.raises(InputError, match="Module or a function"):
+    with pytest.raises(UsageError, match="Module or a function"):
         poptorch.BeginBlock(3)
 
 
@@ -113,9 +113,9 @@ def test_for_loop():
     (y,) = poptorch.for_loop(3, lambda x: x * 2, [x])
     y.sum().backward()
     assert torch.equal(y, torch.full((2,), 8.0)) and torch.equal(x.grad, y)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InputError, match="must return as many as it takes"):
+    with pytest.raises(UsageError, match="must return as many as it takes"):
         poptorch.for_loop(1, lambda x: (x, x), [x])
-    with pytest.raises(InputError, match="list of tensors"):
+    with pytest.raises(UsageError, match="list of tensors"):
         poptorch.for_loop(1, lambda x: x, x)  # pyright: ignore[reportArgumentType]
 
 
@@ -184,7 +184,7 @@ def test_there_is_no_ipu_and_logging_has_levels():
     poptorch.setLogLevel(logging.DEBUG)
     assert logger.level == logging.DEBUG
     logger.setLevel(before)
-    with pytest.raises(InputError, match="DEBUG, ERR, INFO, OFF, TRACE and WARN"):
+    with pytest.raises(UsageError, match="DEBUG, ERR, INFO, OFF, TRACE and WARN"):
         poptorch.setLogLevel("LOUD")
-    with pytest.raises(InputError, match="Invalid log level integer: 5"):
+    with pytest.raises(UsageError, match="Invalid log level integer: 5"):
         poptorch.setLogLevel(5)

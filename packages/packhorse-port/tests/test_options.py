@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import packhorse_port as poptorch
-from packhorse.errors import InputError
 from packhorse_port import enums, notices
 from packhorse_port.enums import ConnectionType, OutputMode, ReductionType, TensorLocationSettings
+from packhorse_port.notices import UsageError
 from packhorse_port.options import GROUPS, ConfigFileError, Options, cache_from_environment
 from packhorse_port.settings import Ignored, OptionsError, Settings
 
@@ -153,7 +153,7 @@ def test_a_method_assigned_says_to_call_it() -> None:
     ],
 )
 def test_wrong_values_say_what_is_right(call, words: str) -> None:
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(UsageError, match=words):
         call(Options())
 
 
@@ -215,7 +215,7 @@ def test_tensor_locations() -> None:
     assert opts.TensorLocations.location_optimizer == place
     assert opts.toDict()["location_optimizer"] == {"onChip": 0, "useReplicatedTensorSharding": 1}
     assert place.useOnChipStorage(None).toDict() == {"useReplicatedTensorSharding": 1}
-    with pytest.raises(InputError, match="takes a int, not 'many'"):
+    with pytest.raises(UsageError, match="takes a int, not 'many'"):
         place.minElementsForOffChip("many")  # pyright: ignore[reportArgumentType]
 
 

@@ -12,7 +12,7 @@ import torch
 
 import packhorse_port as poptorch
 from packhorse import launcher
-from packhorse.errors import InputError
+from packhorse_port.notices import UsageError
 from packhorse_port.replicas import ReplicaGroup, _interleave
 
 from .models import Classifier, Line, images
@@ -56,12 +56,12 @@ def test_each_process_has_its_share(monkeypatch):
 
 def test_processes_that_do_not_fit_name_the_line(monkeypatch):
     started(monkeypatch, 0, 2)
-    with pytest.raises(InputError, match=r"write replicationFactor\(2\), or start torchrun"):
+    with pytest.raises(UsageError, match=r"write replicationFactor\(2\), or start torchrun"):
         poptorch.trainingModel(Line(), poptorch.Options().replicationFactor(3))
     monkeypatch.undo()
     opts = poptorch.Options()
     opts.Distributed.configureProcessId(0, 2)
-    with pytest.raises(InputError, match="torchrun --nproc-per-node 2"):
+    with pytest.raises(UsageError, match="torchrun --nproc-per-node 2"):
         poptorch.trainingModel(Line(), opts)
 
 
@@ -119,5 +119,5 @@ def test_a_grouping_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="3 must be a factor of replication_factor 4"):
         options.inputReplicaGrouping(3, poptorch.CommGroupType.Consecutive)
     options.inputReplicaGrouping(4, poptorch.CommGroupType.Consecutive).replicationFactor(6)
-    with pytest.raises(InputError, match=r"inputReplicaGrouping\(4, …\) does not divide"):
+    with pytest.raises(UsageError, match=r"inputReplicaGrouping\(4, …\) does not divide"):
         poptorch.inferenceModel(Line(), options)

@@ -96,7 +96,7 @@ def line_prefix() -> str:
     return f"{line}: " if line else ""
 
 
-class UsageError(errors.InputError, RuntimeError, AssertionError):
+class UsageError(errors.PackhorseError, ValueError, RuntimeError, AssertionError):
     """A mistake in a script. PopTorch raises one of these kinds, which a script may catch."""
 
 
