@@ -6,40 +6,106 @@ Loaded with `-p standins` in a Python that `packhorse port` has prepared, where 
 
 from __future__ import annotations
 
+import enum
 import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-import poptorch  # pyright: ignore[reportMissingImports]
+import poptorch as packhorse_port  # pyright: ignore[reportMissingImports]
+import pytest
 import torch.utils.data
 
-from packhorse import optim
+poptorch: Any = packhorse_port
+
+CUSTOM_LIBRARIES = ("libcustom_cube_op.so", "libcustom_leaky_relu_op.so")
 
 
-def core() -> ModuleType:
-    """`poptorch.poptorch_core`, the compiled part: the error, and a check that finds no fault."""
-    module: Any = ModuleType("poptorch.poptorch_core")
-    module.Error = poptorch.Error
-    module._validateOptions = lambda options: None
-    return module
+class TestErrorType(enum.Enum):
+    """Failures that PopTorch's compiled part can pretend."""
+
+    __test__ = False
+    PoplarUnrecoverable = 0
+    PoplarUnknown = 1
+    PoplarRecoverableFullReset = 2
+    PoplarLinkError = 3
 
 
-class LAMB(optim.LAMB):
-    """A class that tests extend; ours is a function that makes such an optimizer."""
-
-    def __init__(self, params: Any, **settings: Any) -> None:
-        optimizer = make_lamb(params, **settings)
-        self.__dict__.update(vars(optimizer))
+def set_popart_log_level(level: Any) -> None:
+    """Of PopART's log only its levels are known here."""
+    if level not in ("TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF"):
+        raise ValueError(f"Level must be one of PopART's, not {level}")
 
 
-make_lamb = poptorch.optim.LAMB
-poptorch.optim.LAMB = LAMB
-sys.modules["poptorch.poptorch_core"] = poptorch.poptorch_core = core()
+def private_modules() -> None:
+    """Modules of PopTorch that begin with an underscore, as far as its tests use them."""
+    logging: Any = ModuleType("poptorch._logging")
+    logging.setPopartLogLevel = set_popart_log_level
+    logging.setLogLevel = poptorch.setLogLevel
+    implementation: Any = ModuleType("poptorch._impl")
+    implementation.isDispatchTracing = lambda: False
+    implementation._restoreWrapperIfNecessary = lambda model: model
+    for module in (logging, implementation):
+        sys.modules[module.__name__] = module
+        setattr(poptorch, module.__name__.rpartition(".")[2], module)
+    core: Any = poptorch.poptorch_core
+    core._validateOptions = lambda options: None  # finds no fault
+    core.isCompilingWithDispatcher = lambda: False
+    core.TestErrorType = TestErrorType
+
+
+def torch_of_that_time() -> None:
+    """What torch 2.0 took and torch of today refuses."""
+    torch.utils.data.Sampler.__init__ = lambda self, data_source=None: None
+    for owner in (torch, torch.Tensor):
+        for name in ("scatter", "scatter_"):
+            if original := getattr(owner, name, None):
+                setattr(owner, name, reduce_by_position(original))
+
+
+def reduce_by_position(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`scatter` that takes its `reduce` by position."""
+
+    @wraps(original)
+    def scatter(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > 4:
+            kwargs["reduce"] = args[4]
+        if kwargs.get("reduce", "") is None:
+            del kwargs["reduce"]
+        return original(*args[:4], **kwargs)
+
+    return scatter
+
+
+def torchvision_models() -> None:
+    """Skip the tests that make a model of torchvision, where it is not installed."""
+    torchvision: Any = __import__("torchvision")
+    if not hasattr(torchvision, "models"):
+        module: Any = ModuleType("torchvision.models")
+        module.__getattr__ = skip_torchvision
+        torchvision.models = sys.modules["torchvision.models"] = module
+
+
+def skip_torchvision(name: str) -> NoReturn:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    pytest.skip(f"torchvision.models.{name} is not installed")
+
+
+def custom_libraries() -> None:
+    """Libraries for the tests to load; the operations themselves are in custom_operations.py."""
+    folder = Path.cwd() / "tests"
+    folder.mkdir(exist_ok=True)
+    library = next(Path(torch.__file__).parent.glob("lib/libtorch_python.*"))  # any that loads
+    for name in CUSTOM_LIBRARIES:
+        if not (folder / name).exists():
+            (folder / name).symlink_to(library)
+
+
+private_modules()
+torch_of_that_time()
+torchvision_models()
+custom_libraries()
 poptorch.optim.VariableAttributes._allowed_attributes = property(lambda self: self._allowed)
-
-
-def _take_source(self: Any, data_source: Any = None) -> None:
-    """torch 2.0's `Sampler` took the data set; PopTorch's tests pass it."""
-
-
-torch.utils.data.Sampler.__init__ = _take_source

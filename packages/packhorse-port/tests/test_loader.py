@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, TensorDataset
 
-from packhorse.errors import InputError
 from packhorse_port import loader as module
 from packhorse_port import notices
 from packhorse_port.enums import DataLoaderMode
@@ -24,6 +23,7 @@ from packhorse_port.loader import (
     DataLoader,
     ProcessSampler,
 )
+from packhorse_port.notices import UsageError
 from packhorse_port.options import Options
 from packhorse_port.settings import OptionsError
 
@@ -83,7 +83,7 @@ def test_combined_batches(batch, iterations, replicas, accumulation, n, drop_las
     combined = batch * iterations * replicas * accumulation
     opts = options(iterations, replicas, accumulation)
     if n < combined and drop_last:
-        with pytest.raises(InputError, match=rf"consumes {combined} elements.*has {n}"):
+        with pytest.raises(UsageError, match=rf"consumes {combined} elements.*has {n}"):
             DataLoader(opts, data(n), batch_size=batch)
         return
     loader = DataLoader(opts, data(n), batch_size=batch, drop_last=drop_last)
@@ -183,7 +183,7 @@ def test_two_loops_over_one_loader_are_reported() -> None:
         first = iter(loader)
         next(first)
         assert elements(loader) == list(range(8))
-        with pytest.raises(InputError, match="give each loop a loader of its own"):
+        with pytest.raises(UsageError, match="give each loop a loader of its own"):
             next(first)
 
 
@@ -264,13 +264,13 @@ def test_batch_sampler_batches_are_joined() -> None:
         [0, 1, 2]
     ]  # as PopTorch's does
     for batches_of, drop_last in (([[0, 1], [2]], True), ([[0, 1], [2], [3, 4]], False)):
-        with pytest.raises(InputError, match="batches of one size"):
+        with pytest.raises(UsageError, match="batches of one size"):
             list(CombinedBatchSampler(batches_of, 2, drop_last))
     assert list(CombinedBatchSampler([[0, 1], [2]], 1, drop_last=True)) == [
         [0, 1],
         [2],
     ]  # one batch per call
-    with pytest.raises(InputError, match="shuffle"):
+    with pytest.raises(UsageError, match="shuffle"):
         DataLoader(None, data(4), batch_sampler=batches, shuffle=True)
 
 
@@ -306,11 +306,11 @@ def test_a_distributed_loader_reads_its_share() -> None:
     assert elements(DataLoader(opts, data(20), 5, auto_distributed_partitioning=False)) == list(
         range(20)
     )
-    with pytest.raises(InputError, match=r"opts\.randomSeed"):
+    with pytest.raises(UsageError, match=r"opts\.randomSeed"):
         DataLoader(opts, data(20), 5, shuffle=True)
-    with pytest.raises(InputError, match="auto_distributed_partitioning=False"):
+    with pytest.raises(UsageError, match="auto_distributed_partitioning=False"):
         DataLoader(opts, Numbers(20), 5)
-    with pytest.raises(InputError, match="processes 2"):
+    with pytest.raises(UsageError, match="processes 2"):
         DataLoader(opts, data(15), 5)
 
 
@@ -356,7 +356,7 @@ def test_a_last_batch_that_is_too_small_is_reported() -> None:
     ],
 )
 def test_wrong_use_says_what_is_right(make, words: str) -> None:
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(UsageError, match=words):
         make()
 
 
@@ -372,7 +372,7 @@ def test_accessor_over_a_loader() -> None:
         assert [len(batch[0]) for batch in accessor] == [6, 6, 6] and len(accessor) == 3
         assert elements(accessor) == list(range(18))
     ahead = DataLoader(None, data(20), 2, mode=DataLoaderMode.Async)
-    with pytest.raises(InputError, match="reads ahead already"):
+    with pytest.raises(UsageError, match="reads ahead already"):
         AsynchronousDataAccessor(ahead)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as f
 
 import packhorse_port as poptorch
-from packhorse.errors import InputError
+from packhorse_port.notices import UsageError
 
 X, Y = torch.randn(4, 3), torch.randn(4, 3)
 
@@ -67,7 +67,7 @@ def test_independent_marks_are_refused():
         poptorch.identity_loss(f.l1_loss(out, y))
         return poptorch.identity_loss(f.mse_loss(out, y))
 
-    with pytest.raises(InputError, match="several independent losses; mark the final one"):
+    with pytest.raises(UsageError, match="several independent losses; mark the final one"):
         weight_after(forward)
 
 
@@ -84,16 +84,16 @@ def test_a_batch_of_one_has_no_second_loss():
 
 
 def test_two_scalars_are_refused_and_none_too():
-    with pytest.raises(InputError, match="returns 2 scalars; mark the final one"):
+    with pytest.raises(UsageError, match="returns 2 scalars; mark the final one"):
         weight_after(lambda out, y: (out.mean(), (out - y).mean()))
-    with pytest.raises(InputError, match=r"test_losses.py:\d+\) returns no loss"):
+    with pytest.raises(UsageError, match=r"test_losses.py:\d+\) returns no loss"):
         weight_after(lambda out, y: out)
 
 
 def test_outside_a_model_nothing_is_marked():
     assert not poptorch.isRunningOnIpu()
     assert poptorch.identity_loss(torch.ones(2), reduction="sum") == 2
-    with pytest.raises(InputError, match="'sum', 'mean' or 'none'"):
+    with pytest.raises(UsageError, match="'sum', 'mean' or 'none'"):
         poptorch.identity_loss(torch.ones(2), reduction="most")
 
 

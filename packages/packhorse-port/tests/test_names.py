@@ -92,7 +92,8 @@ def test_nearest_and_extras() -> None:
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("from packhorse_port import custom_op", "write the operation in PyTorch"),
+        ("from packhorse_port import eager", "delete the line"),
+        ("poptorch.custom_op([], 'Cube', 'com.acme', 1, [])", "Write it in PyTorch"),
         ("from packhorse_port import trainingModle", "the nearest is trainingModel"),
         ("poptorch.optim.Adagrad", "write torch.optim.Adagrad"),
         ("poptorch.optim.Adem", "the nearest is Adam"),
@@ -113,4 +114,4 @@ def test_a_mistake_is_reported_with_its_line(line: str, part: str) -> None:
 
 
 def test_a_name_that_is_not_there_is_an_attribute_that_is_not_there() -> None:
-    assert not hasattr(poptorch, "custom_op") and not hasattr(poptorch.optim, "Adagrad")
+    assert not hasattr(poptorch, "eager") and not hasattr(poptorch.optim, "Adagrad")

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from packhorse import optim as ours
-from packhorse.errors import InputError
 from packhorse_port import notices, optim
+from packhorse_port.notices import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -198,10 +198,10 @@ def test_variable_attributes() -> None:
     attrs.markAsConstant("lr")
     attrs.markAsVariable("weight_decay")
     assert attrs.isConstant("lr") and not attrs.isConstant("weight_decay")
-    with pytest.raises(InputError, match="no 'learning_rate'; it has lr"):
+    with pytest.raises(UsageError, match="no 'learning_rate'; it has lr"):
         attrs.markAsConstant("learning_rate")
 
 
 def test_accumulators_have_two_types() -> None:
-    with pytest.raises(InputError, match=r"float32 or torch\.float16, not torch\.bfloat16"):
+    with pytest.raises(UsageError, match=r"float32 or torch\.float16, not torch\.bfloat16"):
         optim.Adam(model().parameters(), accum_type=torch.bfloat16)

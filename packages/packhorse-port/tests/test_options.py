@@ -13,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packhorse.errors import InputError
+import packhorse_port as poptorch
 from packhorse_port import enums, notices
 from packhorse_port.enums import ConnectionType, OutputMode, ReductionType, TensorLocationSettings
+from packhorse_port.notices import UsageError
 from packhorse_port.options import GROUPS, ConfigFileError, Options, cache_from_environment
 from packhorse_port.settings import Ignored, OptionsError, Settings
 
@@ -152,7 +153,7 @@ def test_a_method_assigned_says_to_call_it() -> None:
     ],
 )
 def test_wrong_values_say_what_is_right(call, words: str) -> None:
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(UsageError, match=words):
         call(Options())
 
 
@@ -214,7 +215,7 @@ def test_tensor_locations() -> None:
     assert opts.TensorLocations.location_optimizer == place
     assert opts.toDict()["location_optimizer"] == {"onChip": 0, "useReplicatedTensorSharding": 1}
     assert place.useOnChipStorage(None).toDict() == {"useReplicatedTensorSharding": 1}
-    with pytest.raises(InputError, match="takes a int, not 'many'"):
+    with pytest.raises(UsageError, match="takes a int, not 'many'"):
         place.minElementsForOffChip("many")  # pyright: ignore[reportArgumentType]
 
 
@@ -326,3 +327,38 @@ def test_numbers_of_the_enumerations() -> None:
     assert (ReductionType.Sum, ReductionType.Mean, ReductionType.NoReduction) == (0, 1, 2)
     assert enums.OverlapMode("no_overlap") is enums.OverlapMode.NoOverlap
     assert GROUPS["Training"].DEFAULTS["gradient_accumulation"] == 1
+
+
+def test_default_options_of_the_environment(monkeypatch):
+    settings = {
+        "deviceIterations": 3,
+        "Training.gradientAccumulation": 2,
+        "outputMode": ["OutputMode.EveryN", 2],
+        "_Popart.set": ["key", "my.file"],
+    }
+    monkeypatch.setenv("POPTORCH_DEFAULT_OPTIONS", json.dumps(settings))
+    options = poptorch.Options()
+    assert options.device_iterations == 3 and options.gradient_accumulation == 2
+    assert options.output_mode == poptorch.OutputMode.EveryN and options.output_every == 2
+    assert options._Popart.options == {"key": "my.file"}
+    assert options.deviceIterations(5).clone().device_iterations == 5
+    for bad in ('{"deviceIteration": 3}', "{", '{"deviceIterations": 0}', '{"__class__": 1}'):
+        monkeypatch.setenv("POPTORCH_DEFAULT_OPTIONS", bad)
+        with pytest.raises(poptorch.ConfigFileError, match="is no JSON of settings"):
+            poptorch.Options()
+
+
+def test_a_clone_of_default_options_does_not_seed_again(monkeypatch):
+    monkeypatch.setenv("POPTORCH_DEFAULT_OPTIONS", '{"randomSeed": 7}')
+    options = poptorch.Options()
+    first = torch.rand(1)
+    options.clone()
+    assert not torch.equal(first, torch.rand(1))
+
+
+def test_a_file_may_make_an_execution_strategy(tmp_path):
+    file = tmp_path / "options.cfg"
+    file.write_text('setExecutionStrategy(poptorch.PipelinedExecution(poptorch.Stage("a"), "b"))\n')
+    strategy = poptorch.Options().loadFromFile(file).execution_strategy
+    assert isinstance(strategy, poptorch.PipelinedExecution)
+    assert strategy.stage("b").blocks == ("b",)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import packhorse_port as poptorch
-from packhorse.errors import InputError
 from packhorse_port import OutputMode
+from packhorse_port.notices import UsageError
 
 
 class Rows(nn.Module):
@@ -73,7 +73,7 @@ def test_training_returns_accumulated_batches_too():
 
 
 def test_a_period_that_does_not_divide_is_refused():
-    with pytest.raises(InputError, match=r"EveryN, 3\) does not divide the 4 batches"):
+    with pytest.raises(UsageError, match=r"EveryN, 3\) does not divide the 4 batches"):
         call(OutputMode.EveryN, 3)
 
 

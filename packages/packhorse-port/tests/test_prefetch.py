@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packhorse.errors import InputError
 from packhorse_port.loader import Prefetcher, batch_length, join_batches, rebatch, slice_batch
+from packhorse_port.notices import UsageError
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -72,12 +72,12 @@ def test_stop_ends_the_thread_and_tells_the_loop() -> None:
     ahead.stop()
     ahead.stop()
     assert not ahead._thread.is_alive()
-    with pytest.raises(InputError, match="terminate"):
+    with pytest.raises(UsageError, match="terminate"):
         next(ahead)
 
 
 def test_a_buffer_of_none_is_refused() -> None:
-    with pytest.raises(InputError, match="at least 1"):
+    with pytest.raises(UsageError, match="at least 1"):
         Prefetcher(iter([]), 0)
 
 
@@ -106,5 +106,5 @@ def test_nested_batches_keep_their_kind() -> None:
 
 
 def test_what_has_no_length_is_refused() -> None:
-    with pytest.raises(InputError, match="cannot rebatch a int"):
+    with pytest.raises(UsageError, match="cannot rebatch a int"):
         list(rebatch(iter([3]), 2, True))

@@ -12,7 +12,7 @@ import torch
 
 import packhorse_port as poptorch
 from packhorse import launcher
-from packhorse.errors import InputError
+from packhorse_port.notices import UsageError
 from packhorse_port.replicas import ReplicaGroup, _interleave
 
 from .models import Classifier, Line, images
@@ -56,12 +56,12 @@ def test_each_process_has_its_share(monkeypatch):
 
 def test_processes_that_do_not_fit_name_the_line(monkeypatch):
     started(monkeypatch, 0, 2)
-    with pytest.raises(InputError, match=r"write replicationFactor\(2\), or start torchrun"):
+    with pytest.raises(UsageError, match=r"write replicationFactor\(2\), or start torchrun"):
         poptorch.trainingModel(Line(), poptorch.Options().replicationFactor(3))
     monkeypatch.undo()
     opts = poptorch.Options()
     opts.Distributed.configureProcessId(0, 2)
-    with pytest.raises(InputError, match="torchrun --nproc-per-node 2"):
+    with pytest.raises(UsageError, match="torchrun --nproc-per-node 2"):
         poptorch.trainingModel(Line(), opts)
 
 
@@ -92,3 +92,32 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
             torch.testing.assert_close(torch.tensor(a), b.detach().flatten(), rtol=0, atol=1e-6)
         torch.testing.assert_close(torch.tensor(values), out, rtol=0, atol=1e-5)
         torch.testing.assert_close(torch.tensor(losses), loss, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Consecutive", "Orthogonal", "NoGrouping"])
+def test_replicas_of_a_group_get_the_same_input(kind):
+    group_type = poptorch.CommGroupType[kind]
+    options = poptorch.Options().deviceIterations(2).replicationFactor(6)
+    options.inputReplicaGrouping(2, group_type)
+    groups = 6 if kind == "NoGrouping" else 3
+    loader = poptorch.DataLoader(options, torch.arange(4 * groups), batch_size=2)
+    (batch,) = loader  # of two iterations with two rows a group
+    out = poptorch.inferenceModel(torch.nn.Identity(), options)(batch)
+    order = {
+        "Consecutive": [0, 0, 1, 1, 2, 2],  # neighbors
+        "Orthogonal": [0, 1, 2, 0, 1, 2],  # every third
+        "NoGrouping": [0, 1, 2, 3, 4, 5],
+    }[kind]
+    inputs = batch.reshape(2, groups, 2)
+    assert out.tolist() == inputs[:, order].flatten().tolist()
+
+
+def test_a_grouping_that_does_not_fit_is_refused():
+    options = poptorch.Options().replicationFactor(4)
+    with pytest.raises(ValueError, match="cannot be All"):
+        options.inputReplicaGrouping(2, poptorch.CommGroupType.All)
+    with pytest.raises(ValueError, match="3 must be a factor of replication_factor 4"):
+        options.inputReplicaGrouping(3, poptorch.CommGroupType.Consecutive)
+    options.inputReplicaGrouping(4, poptorch.CommGroupType.Consecutive).replicationFactor(6)
+    with pytest.raises(UsageError, match=r"inputReplicaGrouping\(4, …\) does not divide"):
+        poptorch.inferenceModel(Line(), options)

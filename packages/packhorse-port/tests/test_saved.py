@@ -15,6 +15,7 @@ from safetensors import safe_open
 import packhorse_port as poptorch
 from packhorse.errors import CheckpointError, InputError
 from packhorse.executable import cpp_compiler
+from packhorse_port.notices import UsageError
 
 from .models import Classifier, Line, images, points
 
@@ -127,7 +128,7 @@ def test_a_model_built_with_arguments_is_not_taken_for_one_without(tmp_path):
 
 
 def test_nothing_to_save_yet():
-    with pytest.raises(InputError, match="nothing to save yet"):
+    with pytest.raises(UsageError, match="nothing to save yet"):
         trained(calls=0).save("never")
 
 

@@ -37,16 +37,21 @@ __version__ = "3.3.0"  # of PopTorch, whose interface this is
 
 # The public names by the module that defines each; a module is imported when a name is first used.
 _NAMES_BY_MODULE = {
-    "executor": "PoplarExecutor inferenceModel load trainingModel",
-    "options": "Options",
+    "executor": "PoplarExecutor inferenceModel load registerPostCompileHook registerPreCompileHook "
+    "trainingModel",
+    "options": "ConfigFileError Options",
     "loader": "AsynchronousDataAccessor DataLoader",
     "step": "ICustomArgParser registerCustomArgParser",
     "losses": "identity_loss isRunningOnIpu",
     "hardware": "Error RecoverableError UnrecoverableError ipuHardwareIsAvailable "
-    "ipuHardwareVersion setLogLevel",
+    "ipuHardwareVersion logger setLogLevel",
+    "casting": "autocast",
+    "custom_ops": "custom_op registerCustomOp",
+    "point_clouds": "fps nearest",
     "ops": "Attribute BeginBlock Block BlockFunction CPU MultiConv NameScope "
     "ParallelPhasedExecution Phase PipelinedExecution SerialPhasedExecution ShardedExecution Stage "
-    "addBlock ctc_beam_search_decoder dynamic_slice dynamic_update for_loop ipu_print_tensor nop "
+    "addBlock cond ctc_beam_search_decoder dynamic_slice dynamic_update for_loop ipu_print_tensor "
+    "module_repr nop "
     "recomputationCheckpoint removeBlocks serializedMatMul set_available_memory "
     "set_overlap_for_input set_overlap_for_output",
     "enums": "AnchorMode AutoStage CommGroupType ConnectionType DataLoaderMode "
@@ -55,7 +60,16 @@ _NAMES_BY_MODULE = {
     "TensorLocationSettings VariableRetrievalMode",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
-_MODULES = ("enums", "ops", "optim", "options")
+_MODULES = (
+    "autocasting",
+    "enums",
+    "ops",
+    "optim",
+    "options",
+    "poptorch_core",
+    "profiling",
+    "testing",
+)
 __all__ = [*_MODULE_OF, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 

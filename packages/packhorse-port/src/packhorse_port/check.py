@@ -9,6 +9,7 @@ is *ignored* (and why), or *fails* (and what to do). Nothing here imports torch.
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,9 +19,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from packhorse_port import enums
-from packhorse_port.names import EXTRAS, NAMES, Kind, Name, install_line, nearest
+from packhorse_port.names import (
+    CUSTOM_OPS,
+    EXTRAS,
+    NAMES,
+    POPDIST,
+    Kind,
+    Name,
+    install_line,
+    nearest,
+)
 from packhorse_port.patch import SCALING
-from packhorse_port.script import IPU_MODULES
+from packhorse_port.script import IPU_MODULES, SDK
 from packhorse_port.syntax import NameOrigins, dotted
 from packhorse_port.tensorflow import names as tensorflow
 from packhorse_port.torchvision import PROVIDES
@@ -29,15 +39,6 @@ ENUMS = {
     name: [member.name for member in value]
     for name, value in vars(enums).items()
     if isinstance(value, type) and issubclass(value, Enum) and value.__module__ == enums.__name__
-}
-SDK = {
-    "popart": "graphs of PopART cannot run here; write the model in PyTorch",
-    "popxl": "graphs of PopXL cannot run here; write the model in PyTorch",
-    "poplar": "Poplar programs cannot run here",
-    "popdist": "start several processes with torchrun",
-    "poprt": "packhorse.PackRunner packs and runs requests; see docs/coming-from.md",
-    "gcipuinfo": "packhorse monitor --json tells about devices",
-    "poptorch_geometric": "use torch_geometric",
 }
 
 
@@ -153,6 +154,8 @@ def _module(name: str, folder: Path) -> Name:
     top = name.partition(".")[0]
     if not top:
         return Name("fails", "a script has no package: import it by its name")
+    if name in POPDIST:
+        return Name("emulated", POPDIST[name])
     if name.startswith(IPU_MODULES):
         return _ipu_module(top, name)
     if (folder / f"{top}.py").exists() or (folder / top).is_dir():
@@ -235,6 +238,8 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[ast.ImportFrom, str]]:
 def _lookup(name: str, is_called: bool = False) -> Name:
     """The entry of a name in `NAMES`; a missing one fails, with the nearest name."""
     first, _, rest = name.partition(".")
+    if name == "custom_op" and not os.environ.get(CUSTOM_OPS):
+        return Name("fails", f"write the operation in PyTorch, in a file that {CUSTOM_OPS} names")
     if name in NAMES:
         return NAMES[name]
     if first in ENUMS:

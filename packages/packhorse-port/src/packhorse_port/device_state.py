@@ -44,8 +44,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from packhorse.errors import InputError
-from packhorse_port.notices import line_prefix, log_once
+from packhorse_port.notices import UsageError, line_prefix, log_once
 
 Counterparts = Mapping[int, Tensor]  # the executor's tensor by the id() of the module's
 
@@ -250,12 +249,12 @@ def _tensor_slots(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Tensor
 def _refuse_replaced(slot: WeightSlot) -> None:
     """Raise if forward has removed or reassigned the tensor; the messages are PopTorch's."""
     if slot.name not in slot.holder:
-        raise InputError(
+        raise UsageError(
             f"{line_prefix()}{slot.kind} {slot.path} is removed from the model when calling the"
             " forward method."
         )
     if slot.holder[slot.name] is not slot.device:
-        raise InputError(
+        raise UsageError(
             f"{line_prefix()}{slot.kind} {slot.path} is reassigned within the model when calling"
             " the forward method. This is not supported. Consider using"
             f" self.{slot.path}.copy_(src) to copy data from a source tensor, where src is the name"

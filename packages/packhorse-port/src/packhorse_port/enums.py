@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import Enum, IntEnum
 from typing import Any, Self
 
-from packhorse.errors import InputError
+from packhorse_port.notices import UsageError
 
 
 class OutputMode(IntEnum):
@@ -152,7 +152,7 @@ class TensorLocationSettings:
 
     def _with(self, name: str, value: Any, kind: type) -> Self:
         if not isinstance(value, kind):
-            raise InputError(f"{name} takes a {kind.__name__}, not {value!r}")
+            raise UsageError(f"{name} takes a {kind.__name__}, not {value!r}")
         self.settings[name] = value
         return self
 

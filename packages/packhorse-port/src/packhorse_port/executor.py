@@ -17,27 +17,33 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from packhorse import status
-from packhorse.errors import InputError, PackhorseError
+from packhorse.errors import PackhorseError
 from packhorse_port import saved
+from packhorse_port.anchors import AnchoredTensors, tensor_names
 from packhorse_port.device_state import Constants, DeviceOptimizer, DeviceWeights, ExecutorMode
 from packhorse_port.enums import ConnectionType
 from packhorse_port.names import NAMES, nearest
-from packhorse_port.notices import line_prefix, log_once
+from packhorse_port.notices import UsageError, line_prefix, log_once
+from packhorse_port.ops import module_repr
 from packhorse_port.options import Options
 from packhorse_port.replicas import ReplicaGroup, local_device
 from packhorse_port.step import CudaGraphRunner, Step, StepSettings
 
 DEFAULT_LEARNING_RATE = 0.01  # of the SGD that PopTorch uses when no optimizer is passed
+# An IPU has no 64-bit numbers, so that scripts get outputs of 32.
+WIDE_DTYPES = {torch.int64: torch.int32, torch.float64: torch.float32}
 EVENTS = ("input", "input_complete", "output", "output_complete")
 
 
@@ -49,7 +55,7 @@ class CallTimes:
     def cycleCount(self) -> int:
         """Compute time of the last call in nanoseconds; one nanosecond counts as one cycle."""
         if not self._times[2]:
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}cycleCount() is that of the last call: call the model first"
             )
         return int((self._times[2] - self._times[1]) * 1e9)
@@ -190,6 +196,37 @@ def count_samples(leaves: Sequence[Any]) -> int:
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
+# Hooks that PopTorch calls around the compilation of any model; here when it is first called.
+
+_before_compiling: OrderedDict[int, Callable[[], Any]] = OrderedDict()
+_after_compiling: OrderedDict[int, Callable[[], Any]] = OrderedDict()
+
+
+def registerPreCompileHook(hook: Callable[[], Any]) -> RemovableHandle:
+    """Call the hook before each model's first call; its handle has `remove()`."""
+    return _register(_before_compiling, hook)
+
+
+def registerPostCompileHook(hook: Callable[[], Any]) -> RemovableHandle:
+    """Call the hook when a model's first call has set up its step; its handle has `remove()`."""
+    return _register(_after_compiling, hook)
+
+
+def _register(
+    hooks: OrderedDict[int, Callable[[], Any]], hook: Callable[[], Any]
+) -> RemovableHandle:
+    if not callable(hook):
+        raise UsageError(f"{line_prefix()}a hook must be callable, not {hook!r}")
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _call_hooks(hooks: OrderedDict[int, Callable[[], Any]]) -> None:
+    for hook in list(hooks.values()):
+        hook()
+
+
 class PoplarExecutor(CallTimes):
     """Runs a module as PopTorch does; `trainingModel` and `inferenceModel` return it."""
 
@@ -212,12 +249,14 @@ class PoplarExecutor(CallTimes):
         self._mode = ExecutorMode(model, training)
         self._weights = DeviceWeights(model, self._device, training, options.share_weights)
         self._optimizer = DeviceOptimizer()
+        self._anchored = AnchoredTensors.of(self._options)
         self._attached = False
         self._compiled = False
         self._report: ReportCall = report_nothing
         self._stop_reporting: StopReporting = stop_nothing
         self._samples = 0  # of the last call
-        self._inputs: Any = None  # shapes of the last call; with synthetic data, the data itself
+        self._shapes: Any = None  # of the last call: (saved.shapes, how inputs were nested)
+        self._synthetic_inputs: Any = None  # with synthetic data, those of the first call
         if optimizer is not None:
             self.setOptimizer(optimizer)
         if training:
@@ -230,7 +269,7 @@ class PoplarExecutor(CallTimes):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one host call; takes what the module's forward takes, for a combined batch."""
         if self._options.connection_type == ConnectionType.Never:
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}connectionType(Never) compiles and does not run: call"
                 " model.compile(inputs), or set connectionType(poptorch.ConnectionType.Always)"
             )
@@ -238,7 +277,7 @@ class PoplarExecutor(CallTimes):
         self._prepare()
         transfers, (args, kwargs) = self._to_device(args, kwargs)
         inputs_ready = time.perf_counter()
-        with self._weights.mounted(), self._mode.applied():
+        with self._weights.mounted(), self._mode.applied(), self._anchors_recorded():
             outputs = self._runner(args, kwargs)
         self._record_changes()
         computed = time.perf_counter()
@@ -253,7 +292,9 @@ class PoplarExecutor(CallTimes):
 
     def _prepare(self) -> None:
         """Attach to the device and bring weights, mode and optimizer up to date for a call."""
-        if not self._compiled:
+        first = not self._compiled
+        if first:
+            _call_hooks(_before_compiling)
             self._mode.settle()
             self._step.constants = Constants(self._user_model)
         self._compiled = True
@@ -266,6 +307,13 @@ class PoplarExecutor(CallTimes):
         if not self._training:
             self._weights.follow_training()
         self._optimizer.take_loaded_state(self._weights.counterparts)
+        if first:
+            _call_hooks(_after_compiling)
+
+    def _anchors_recorded(self) -> AbstractContextManager[None]:
+        if not self._options.anchored_tensors:
+            return nullcontext()
+        return self._anchored.recorded(self._user_model, self._optimizer.device)
 
     def _record_changes(self) -> None:
         """Note what a call has changed on the device."""
@@ -277,14 +325,22 @@ class PoplarExecutor(CallTimes):
 
     def _to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """(device tensor, host tensor, version) per input tensor, and the inputs on the device."""
-        if self._options.synthetic_data and self._inputs is not None:
-            return [], self._inputs
+        if self._options.synthetic_data and self._synthetic_inputs is not None:
+            return [], self._synthetic_inputs
         leaves, spec = tree_flatten((args, kwargs))
         moved = [x.to(self._device) if isinstance(x, Tensor) else x for x in leaves]
+        if self._training and any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
+            log_once(
+                "input requires_grad",
+                "an input has requires_grad=True set and is detached: a model computes gradients of"
+                " its weights, as in PopTorch, not of its inputs",
+            )
         self._samples = count_samples(moved)
         self._step.group.share_inputs(moved)
         inputs = tree_unflatten(moved, spec)
-        self._inputs = inputs if self._options.synthetic_data else saved.shapes(moved, spec)
+        self._shapes = (saved.shapes(moved), spec)
+        if self._options.synthetic_data:
+            self._synthetic_inputs = inputs
         transfers = [
             (device_leaf, leaf, device_leaf._version)
             for device_leaf, leaf in zip(moved, leaves, strict=True)
@@ -293,10 +349,10 @@ class PoplarExecutor(CallTimes):
         return transfers, inputs
 
     def _to_host(self, value: Any) -> Any:
-        """An output on the host; its `backward()` explains itself to a plain training loop."""
+        """An output on the host, in 32 bits; its `backward()` explains itself to a plain loop."""
         if not isinstance(value, Tensor):
             return value
-        value = value.to("cpu")
+        value = value.to("cpu", WIDE_DTYPES.get(value.dtype))
         if self._training and value.is_floating_point():
             value.backward = no_backward  # pyright: ignore[reportAttributeAccessIssue]
         return value
@@ -307,7 +363,7 @@ class PoplarExecutor(CallTimes):
         self._prepare()
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [x.to(self._device) if isinstance(x, Tensor) else x for x in leaves]
-        self._inputs = saved.shapes(leaves, spec)
+        self._shapes = (saved.shapes(leaves), spec)
         with self._weights.mounted(), self._mode.applied():
             self._step.build(*tree_unflatten(leaves, spec))
         self._step.compile_seconds = max(self._step.compile_seconds, time.perf_counter() - started)
@@ -330,18 +386,18 @@ class PoplarExecutor(CallTimes):
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Train with this optimizer and its current settings, until the next setOptimizer."""
         if not self._training:
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}setOptimizer belongs to a trainingModel; delete the line"
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}the optimizer is a {type(optimizer).__name__}; write"
                 " poptorch.optim.SGD(model.parameters(), lr=…) or one of torch.optim"
             )
         model_ids = {id(p) for p in self._user_model.parameters()}
         optimizer_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not model_ids & optimizer_ids:
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}the optimizer holds none of the model's parameters; build it with"
                 " model.parameters() of the model that is wrapped"
             )
@@ -397,7 +453,7 @@ class PoplarExecutor(CallTimes):
         self._require_compiled()
         names = self._options.updatable_named_buffers
         if not names:
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}copyNamedBuffersToDevice() copies the buffers that the options"
                 " name, and they name none: set opts.updatableNamedBuffers([name, …])"
             )
@@ -405,7 +461,7 @@ class PoplarExecutor(CallTimes):
 
     def _require_compiled(self) -> None:
         if not self._compiled:
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}Model has not been compiled or has been destroyed: call the model,"
                 " or model.compile(inputs), before this line"
             )
@@ -422,9 +478,11 @@ class PoplarExecutor(CallTimes):
         self._report, self._stop_reporting = start_reporting(self, activity, labels)
         self._attached = True
         self.copyWeightsToDevice()
-        unknown = set(self._options.updatable_named_buffers) - {*self.getTensorNames()}
+        tensors = {*dict(self._user_model.named_parameters())}
+        tensors |= {*dict(self._user_model.named_buffers())}
+        unknown = set(self._options.updatable_named_buffers) - tensors
         if unknown:
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}updatableNamedBuffers names {', '.join(sorted(unknown))}, which"
                 " the model does not have"
             )
@@ -470,14 +528,12 @@ class PoplarExecutor(CallTimes):
         """Write safetensors with a JSON header: input shapes and options, and with `export_model`
         the weights, the optimizer and the name of the module's class."""
         if not self._compiled:
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}there is nothing to save yet: call the model, or"
                 " model.compile(inputs), before this line"
             )
         rng_state = self.rng_state if save_rng_state else None
-        inputs = self._inputs
-        if self._options.synthetic_data:
-            inputs = saved.shapes(*tree_flatten(inputs))
+        inputs = saved.described(*self._shapes)
         options = self._options.toDict()
         header = {"training": self._training, "options": options, "inputs": inputs}
         model = self._user_model if export_model else None
@@ -520,8 +576,13 @@ class PoplarExecutor(CallTimes):
         return self._options
 
     def getTensorNames(self) -> list[str]:
-        """Names of weights and buffers."""
-        return [*dict(self._user_model.named_parameters()), *dict(self._user_model.named_buffers())]
+        """Names of weights and buffers, and the other names that `anchorTensor` takes."""
+        self._require_compiled()
+        return tensor_names(self._user_model, self._training)
+
+    def getAnchoredTensor(self, short_name: str) -> Tensor:
+        """The value in the last call of a tensor that `Options.anchorTensor` named."""
+        return self._anchored[short_name]
 
     def __getattr__(self, name: str) -> Any:
         model = self.__dict__.get("_user_model")
@@ -537,12 +598,12 @@ class PoplarExecutor(CallTimes):
         )
 
     def __repr__(self) -> str:
-        return repr(self._user_model)
+        return module_repr(self._user_model)
 
 
 def no_backward(*_: Any, **__: Any) -> None:
     """`loss.backward()` on an executor's output: the backward pass has already run."""
-    raise InputError(
+    raise UsageError(
         f"{line_prefix()}delete the line with backward(): a trainingModel's call has done the"
         " backward pass and the optimizer's step (delete zero_grad() and step() too)"
     )
@@ -573,7 +634,7 @@ def inferenceModel(
     module = _require_module(model, "inferenceModel")
     options = _require_options(options, "inferenceModel")
     if options.gradient_accumulation != 1:
-        raise InputError(
+        raise UsageError(
             f"{line_prefix()}You must set poptorch.Options().Training.gradientAccumulation to 1 or"
             " leave it as its default value (1) when running a poptorch.inferenceModel(). Give it"
             " options of its own: poptorch.Options().deviceIterations(n)"
@@ -600,7 +661,7 @@ def _require_module(model: Any, function: str) -> nn.Module:
     if isinstance(model, PoplarExecutor):
         return model.model
     if not isinstance(model, nn.Module):
-        raise InputError(
+        raise UsageError(
             f"{line_prefix()}{function} takes a torch.nn.Module, not a {type(model).__name__};"
             f" write {function}(model, options=opts)"
         )
@@ -609,7 +670,7 @@ def _require_module(model: Any, function: str) -> nn.Module:
 
 def _require_options(options: Any, function: str) -> Options:
     if options is not None and not isinstance(options, Options):
-        raise InputError(
+        raise UsageError(
             f"{line_prefix()}the options of {function} are a {type(options).__name__}; write"
             f" {function}(model, options=poptorch.Options())"
         )

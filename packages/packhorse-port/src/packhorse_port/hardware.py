@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 
-from packhorse.errors import InputError, PackhorseError
-from packhorse_port.notices import LOGGER
+from packhorse.errors import PackhorseError
+from packhorse_port.notices import LOGGER, UsageError
 
 LEVELS = {
     "TRACE": logging.DEBUG,
@@ -20,6 +20,9 @@ LEVELS = {
     "ERR": logging.ERROR,
     "OFF": logging.CRITICAL + 1,
 }
+
+LEVEL_NUMBERS = {0: "TRACE", 1: "DEBUG", 2: "INFO", 3: "WARN", 4: "ERR", 6: "OFF"}
+logger = logging.getLogger(LOGGER)
 
 # `except poptorch.Error` catches every error that Packhorse raises.
 Error = PackhorseError
@@ -46,8 +49,14 @@ def ipuHardwareVersion() -> int:
 
 
 def setLogLevel(level: str | int) -> None:
-    """Set the level of the logger `packhorse_port`, by PopTorch's names."""
-    if isinstance(level, str) and level.upper() not in LEVELS:
-        raise InputError(f"setLogLevel takes one of {', '.join(LEVELS)}, not {level!r}")
-    number = LEVELS[level.upper()] if isinstance(level, str) else level
-    logging.getLogger(LOGGER).setLevel(number)
+    """Set the level of the logger `packhorse_port`, by PopTorch's names or numbers, or Python's."""
+    if isinstance(level, int):
+        if level not in LEVEL_NUMBERS and level < logging.DEBUG:
+            raise UsageError(f"Invalid log level integer: {level}; PopTorch has {LEVEL_NUMBERS}")
+        level = LEVEL_NUMBERS.get(level, level)
+    elif level.upper() not in LEVELS:
+        *names, last = sorted(LEVEL_NUMBERS.values())
+        raise UsageError(
+            f"Unknown log level: {level}. Valid values are {', '.join(names)} and {last}"
+        )
+    logger.setLevel(level if isinstance(level, int) else LEVELS[level.upper()])

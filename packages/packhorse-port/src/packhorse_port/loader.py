@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler, TensorDataset, default_collate
 
-from packhorse.errors import InputError
 from packhorse_port.enums import DataLoaderMode, SharingStrategy
-from packhorse_port.notices import line_prefix, log_once
+from packhorse_port.notices import UsageError, line_prefix, log_once
 from packhorse_port.options import Options
 from packhorse_port.settings import check_integer, check_member
 
@@ -89,7 +88,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     ) -> dict[str, Any]:
         """torch's arguments if a sampler yields the batches; they are not rebatched."""
         if shuffle:
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}leave out shuffle=True: a batch_sampler gives the order"
             )
         if self._mode == DataLoaderMode.AsyncRebatched:
@@ -141,7 +140,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if requested is None or self._combined is None:
             return self._combined
         if check_integer("rebatched_worker_size", requested) > self._combined:
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}rebatched_worker_size={requested} is more than the combined batch"
                 f" of {self._combined}; give at most that"
             )
@@ -244,7 +243,7 @@ class AsynchronousDataAccessor:
         rebatched_size: int | None = None,
     ) -> None:
         if isinstance(dataset, DataLoader) and dataset._mode != DataLoaderMode.Sync:
-            raise InputError(
+            raise UsageError(
                 "this DataLoader reads ahead already; iterate over it, or build it with"
                 " mode=poptorch.DataLoaderMode.Sync"
             )
@@ -302,12 +301,12 @@ def _batch_count(elements: int, size: int, drop_last: bool) -> int:
 
 def _check_options(options: Any, dataset: Any) -> Options:
     if options is not None and not isinstance(options, Options):
-        raise InputError(
+        raise UsageError(
             f"{line_prefix()}the first argument of DataLoader is the options, not a"
             f" {type(options).__name__}; write poptorch.DataLoader(opts, dataset, …)"
         )
     if dataset is None:
-        raise InputError(
+        raise UsageError(
             f"{line_prefix()}it has no dataset; write poptorch.DataLoader(opts, dataset)"
         )
     options = options or Options()
@@ -324,7 +323,7 @@ def _check_async_options(options: dict[str, Any] | None) -> dict[str, Any]:
         "sharing_strategy": None,
     }
     if unknown := sorted(set(options or {}) - set(defaults)):
-        raise InputError(f"async_options has no {unknown[0]!r}; it has {', '.join(defaults)}")
+        raise UsageError(f"async_options has no {unknown[0]!r}; it has {', '.join(defaults)}")
     return defaults | (options or {})
 
 
@@ -334,7 +333,7 @@ def _check_data(
     processes = loader.options.Distributed.numProcesses
     if isinstance(dataset, IterableDataset):
         if processes > 1 and partitioned:
-            raise InputError(
+            raise UsageError(
                 f"an IterableDataset cannot be divided among {processes} processes; divide it"
                 " yourself and pass auto_distributed_partitioning=False"
             )
@@ -360,7 +359,7 @@ def _check_size(elements: int, loader: DataLoader, processes: int) -> None:
     factors += f" x gradientAccumulation {options.gradient_accumulation}"
     factors += f" x processes {processes}" if processes > 1 else ""
     if elements < combined and loader._drop_last:
-        raise InputError(
+        raise UsageError(
             f"{line_prefix()}one host call consumes {combined} elements ({factors}) and the data"
             f" set has {elements}: with drop_last=True no batch is left. Lower one of the factors"
         )
@@ -398,7 +397,7 @@ class CombinedBatchSampler(Sampler[list[int]]):
             sizes = f"{len(pending[0]) if pending else 0} and {len(batch)}"
             pending.append(batch)
             if uneven or (self.drop_last and len(batch) != len(pending[0])):
-                raise InputError(
+                raise UsageError(
                     f"a host call consumes {self.count} batches of one size, and the batch_sampler"
                     f" gave {sizes} elements; build it with drop_last=True"
                 )
@@ -429,7 +428,7 @@ class ProcessSampler(Sampler[int]):
         count = options.Distributed.numProcesses
         number = options.Distributed.processId
         if shuffle and options.random_seed is None:
-            raise InputError(
+            raise UsageError(
                 f"{count} processes shuffle alike only from one seed; write opts.randomSeed(n)"
                 " before the DataLoader"
             )
@@ -472,7 +471,7 @@ class Prefetcher:
 
     def __init__(self, items: Iterator[Any], size: int, first_in_caller: bool = False) -> None:
         if size < 1:
-            raise InputError(f"a buffer of {size} batches holds nothing; buffer_size is at least 1")
+            raise UsageError(f"a buffer of {size} batches holds nothing; buffer_size is at least 1")
         self._items = items
         self._size = size
         self._ready: deque[Any] = deque()
@@ -521,7 +520,7 @@ class Prefetcher:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._ended or self._stopped)
             if self._stopped:
-                raise InputError(
+                raise UsageError(
                     "this loop's batches were stopped, by terminate() or by another loop over the"
                     " same loader; give each loop a loader of its own"
                 )
@@ -580,7 +579,7 @@ def batch_length(batch: Any) -> int:
     columns = list(batch.values()) if isinstance(batch, Mapping) else batch
     if isinstance(columns, list | tuple) and columns:
         return batch_length(columns[0])
-    raise InputError(
+    raise UsageError(
         f"cannot rebatch a {type(batch).__name__}: elements are tensors, texts, or tuples, lists"
         " and dictionaries of them; use DataLoaderMode.Async or another collate_fn"
     )

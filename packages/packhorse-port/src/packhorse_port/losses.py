@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from packhorse.errors import InputError
+from packhorse_port.notices import UsageError
 
 REDUCTIONS = {"sum": "sum", "mean": "mean", "none": "none", 0: "sum", 1: "mean", 2: "none"}
 ADVICE = (
@@ -70,7 +70,7 @@ def report_side_effect() -> None:
 def identity_loss(x: Tensor, reduction: str | int = "none") -> Tensor:
     """Mark `x`, reduced, as the loss; without a reduction, its elements are summed."""
     if reduction not in REDUCTIONS:
-        raise InputError(f"identity_loss: reduction is 'sum', 'mean' or 'none', not {reduction!r}")
+        raise UsageError(f"identity_loss: reduction is 'sum', 'mean' or 'none', not {reduction!r}")
     method = REDUCTIONS[reduction]
     loss = x if method == "none" else getattr(x, method)()
     if (call := _call.get()) is not None:
@@ -78,8 +78,8 @@ def identity_loss(x: Tensor, reduction: str | int = "none") -> Tensor:
     return loss
 
 
-def find_loss(call: ForwardCall, leaves: Sequence[Any], model: nn.Module) -> Tensor:
-    """The loss of a forward pass, among what it marked or returned."""
+def find_loss(call: ForwardCall, leaves: Sequence[Any], model: nn.Module) -> Tensor | None:
+    """The loss of a forward pass, among what it marked or returned; None if nothing is trained."""
     marked = [loss for loss in call.losses if loss.requires_grad]
     if marked:
         return _final_mark(marked, model)
@@ -90,12 +90,14 @@ def find_loss(call: ForwardCall, leaves: Sequence[Any], model: nn.Module) -> Ten
     if len(scalars) == 1:
         return scalars[0]
     if scalars:
-        raise InputError(f"{_describe_forward(model)} returns {len(scalars)} scalars; {ADVICE}")
+        raise UsageError(f"{_describe_forward(model)} returns {len(scalars)} scalars; {ADVICE}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return None
     has_vector = any(isinstance(leaf, Tensor) and leaf.dim() == 1 for leaf in leaves)
     unreduced = (
         ' The loss is one number; with reduction="none" it is a vector.' if has_vector else ""
     )
-    raise InputError(
+    raise UsageError(
         f"Couldn't find a loss in graph: {_describe_forward(model)} returns no loss. Let it end"
         " with `return out, self.loss(out, labels)`, or mark the loss:"
         f' poptorch.identity_loss(loss, reduction="mean").{unreduced}'
@@ -107,7 +109,7 @@ def _final_mark(marked: list[Tensor], model: nn.Module) -> Tensor:
     last = marked[-1]
     ancestors = _ancestors(last) if len(marked) > 1 else set()
     if any(loss is not last and loss.grad_fn not in ancestors for loss in marked):
-        raise InputError(f"{_describe_forward(model)} marks several independent losses; {ADVICE}")
+        raise UsageError(f"{_describe_forward(model)} marks several independent losses; {ADVICE}")
     return last
 
 

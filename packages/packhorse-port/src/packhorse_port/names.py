@@ -34,11 +34,26 @@ EMULATED = {
     "load": "opens what PoplarExecutor.save wrote: safetensors and JSON",
     "ICustomArgParser": "how inputs of your own class are flattened",
     "registerCustomArgParser": "the same, for a class",
+    "logger": "the logger packhorse_port",
+    "ConfigFileError": "a file of settings has a line that is not a setting",
+    "custom_op": "computed by a stand-in that you register",
+    "registerCustomOp": "Packhorse's own: registers a stand-in for a custom operation",
+    "cond": "a Python `if`",
+    "fps": "farthest-point sampling, in PyTorch",
+    "nearest": "nearest neighbors, in PyTorch",
+    "autocast": "torch.autocast to half",
+    "autocasting": "the policy of autocast, kept",
+    "profiling": "sections for torch.profiler",
+    "testing": "comparison of nested outputs",
+    "poptorch_core": "of the compiled part the errors that scripts catch",
+    "registerPreCompileHook": "called before a model's first call",
+    "registerPostCompileHook": "called when the first call has built the step",
     "Error": "base class of Packhorse's errors",
     "RecoverableError": "never raised: no IPU fails here",
     "UnrecoverableError": "never raised: no IPU fails here",
     "identity_loss": "reduces the loss and marks it",
     "optim": "optimizers based on torch.optim",
+    "optim.Optimizer": "base class of these optimizers",
     "optim.SGD": "torch.optim.SGD",
     "optim.Adam": "torch.optim.Adam",
     "optim.AdamW": "torch.optim.AdamW",
@@ -61,6 +76,8 @@ EMULATED = {
     "ops": "the functions of poptorch itself",
     "Options.deviceIterations": "steps within one host call",
     "Options.replicationFactor": "shares of a step; run in turn, or one process each",
+    "Options.inputReplicaGrouping": "which replicas get the same inputs",
+    "Options.anchorTensor": "a gradient, an updated weight or a module's output to keep",
     "Options.outputMode": "which outputs of a call are returned",
     "Options.anchorMode": "outputMode under its old name",
     "Options.defaultOutputMode": "whether outputMode is the default",
@@ -79,6 +96,7 @@ EMULATED = {
     "Options.clone": "a copy that is not frozen",
     "Options.toDict": "all settings as plain values",
     "Options.loadFromFile": "settings from a file, one per line",
+    "Options.from_json": "settings from JSON, of which POPTORCH_DEFAULT_OPTIONS is some",
     "Options.exists": "whether there is such a setting",
     "Options.Training": "the group of training settings",
     "Options.Training.gradientAccumulation": "micro batches of one optimizer step",
@@ -125,7 +143,8 @@ EMULATED = {
     "PoplarExecutor.getIpuHostLatency": "seconds of copying out",
     "PoplarExecutor.options": "its options",
     "PoplarExecutor.model": "the module",
-    "PoplarExecutor.getTensorNames": "of weights and buffers",
+    "PoplarExecutor.getTensorNames": "of weights, buffers, and what anchorTensor takes",
+    "PoplarExecutor.getAnchoredTensor": "what anchorTensor kept in the last call",
 }
 IGNORED = {
     "Block": "one device runs every block; same numbers",
@@ -146,6 +165,7 @@ IGNORED = {
     "MultiConv": "convolutions run one after the other",
     "NameScope": "operations have no name scope here",
     "Attribute": "operations have no attributes here",
+    "module_repr": "a module as text, with its blocks",
     "nop": "the tensor itself",
     "TensorLocationSettings": "all tensors are in the memory of the one device",
     "Options.autoRoundNumIPUs": "one device runs the model",
@@ -163,7 +183,6 @@ IGNORED = {
     "Options.appendToLocationExcludes": "no source locations are recorded",
     "Options.sourceLocationExcludes": "no source locations are recorded",
     "Options.disableModuleNamescope": "operations have no name scope here",
-    "Options.anchorTensor": "read the tensor with a forward hook of its module",
     "Options.Training.setMeanAccumulationAndReplicationReductionStrategy": "the mean is the same",
     "Options.Training.setAutomaticLossScaling": "no loss is scaled",
     "Options.Training.setConvolutionDithering": "memory is not divided into tiles here",
@@ -187,24 +206,23 @@ IGNORED = {
     "Options._Popart.setPatterns": "there is no PopART here",
 }
 FAILS = {
-    "custom_op": "write the operation in PyTorch and call it",
-    "cond": "write `if`, or torch.cond",
-    "autocast": "use torch.autocast",
-    "autocasting": "use torch.autocast",
-    "profiling": "use torch.profiler",
-    "testing": "use torch.testing",
     "eager": "models are called as they are; delete the line",
     "experimental": "write it with trainingModel or inferenceModel",
     "distributed": "use torch.distributed",
-    "poptorch_core": "there is no compiled core; use the public names",
-    "fps": "farthest-point sampling is not provided",
-    "nearest": "nearest neighbors are not provided; use torch.cdist",
 }
 
 NAMES: dict[str, Name] = {
     **{name: Name("emulated", meaning) for name, meaning in EMULATED.items()},
     **{name: Name("ignored", meaning) for name, meaning in IGNORED.items()},
     **{name: Name("fails", meaning) for name, meaning in FAILS.items()},
+}
+
+CUSTOM_OPS = "PACKHORSE_PORT_OPS"  # files that register stand-ins for custom operations
+
+# Other modules of the SDK that are provided; `script.SDK` has those that are not.
+POPDIST = {
+    "popdist": "the processes that poprun or torchrun starts",
+    "popdist.poptorch": "options for them",
 }
 
 # Modules that such scripts import, and the extra of packhorse that installs them.

@@ -96,6 +96,10 @@ def line_prefix() -> str:
     return f"{line}: " if line else ""
 
 
+class UsageError(errors.PackhorseError, ValueError, RuntimeError, AssertionError):
+    """A mistake in a script. PopTorch raises one of these kinds, which a script may catch."""
+
+
 def input_error(text: str) -> errors.InputError:
     """An error to raise, whose message begins with the script's line."""
     return errors.InputError(f"{line_prefix()}{text}")

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from packhorse.errors import InputError
-from packhorse_port.enums import AutoStage, Liveness
+from packhorse_port.enums import AutoStage, Liveness, MultiConvPlanType
 from packhorse_port.losses import report_side_effect
-from packhorse_port.notices import log_once
+from packhorse_port.notices import UsageError, line_prefix, log_once
+from packhorse_port.settings import check_member
 
 NEVER = float("-inf")  # logarithm of the probability 0
 NO_BLOCKS = (
@@ -72,40 +72,135 @@ def ipu_print_tensor(
     title: str = "",
     print_gradient: bool = True,
     summarise_threshold: int = 1000,
-    **_: Any,
+    edge_items: int = 3,
+    max_line_width: int = 80,
+    digits: int = 4,
+    float_format: str = "auto",
+    separator: str = ", ",
+    open_bracket: str = "(",
+    close_bracket: str = ")",
 ) -> Tensor:
-    """Print the tensor, and its gradient when it is computed; returns the tensor."""
+    """Print the tensor, and its gradient when it is computed; returns the tensor.
+
+    summarise_threshold: with more elements, only `edge_items` at either end of a dimension.
+    float_format: "auto" or "fixed" for `digits` digits, "scientific" for an exponent.
+    """
     report_side_effect()
-    print_tensor(tensor, title or "tensor", summarise_threshold)
+    layout = PrintLayout(
+        summarise_threshold,
+        edge_items,
+        max_line_width,
+        digits,
+        float_format,
+        separator,
+        (open_bracket, close_bracket),
+    )
+    layout.print(title or "tensor", tensor)
     if print_gradient and tensor.requires_grad:
-        name = f"Gradient___{title or 'tensor'}"
-        tensor.register_hook(lambda gradient: print_tensor(gradient, name, summarise_threshold))
+        tensor.register_hook(lambda gradient: layout.print(f"Gradient___{title}", gradient))
     return tensor
 
 
-def print_tensor(tensor: Tensor, title: str, threshold: int) -> None:
-    """Print to stderr, as PopTorch does at any log level."""
-    with torch.no_grad():
-        text = torch.Tensor.__repr__(tensor.detach().cpu())
-    if tensor.numel() > threshold:
-        text = f"{text} ({tuple(tensor.shape)})"
-    sys.stderr.write(f"{title}: {text}\n")
+class PrintLayout(NamedTuple):
+    """How `ipu_print_tensor` writes a tensor: the arguments of the same names."""
+
+    threshold: int
+    edge_items: int
+    width: int
+    digits: int
+    float_format: str
+    separator: str
+    brackets: tuple[str, str]
+
+    def print(self, title: str, tensor: Tensor) -> None:
+        """Write to stderr, as PopTorch does at any log level."""
+        tensor = tensor.detach().cpu()
+        sys.stderr.write(f"{title}: {self._text(tensor, 0, tensor.numel() > self.threshold)}\n")
+
+    def _text(self, tensor: Tensor, depth: int, summarized: bool) -> str:
+        if tensor.dim() == 0:
+            return self._number(tensor.item())
+        begin, end = self.brackets
+        items = list(tensor)
+        shortened = summarized and len(items) > 2 * self.edge_items
+        if shortened:
+            items = items[: self.edge_items] + items[-self.edge_items :]
+        texts = [self._text(item, depth + 1, summarized) for item in items]
+        if shortened:
+            texts.insert(self.edge_items, "...")
+        indent = " " * (depth + 1)
+        if tensor.dim() > 1:
+            rows = "\n".join(indent + text for text in texts)
+            return f"{begin}\n{rows}\n{' ' * depth}{end}"
+        return begin + self._wrapped(texts, indent) + end
+
+    def _wrapped(self, texts: list[str], indent: str) -> str:
+        """The numbers of a row, on several lines if they are wider than the limit."""
+        lines = [""]
+        for position, text in enumerate(texts):
+            last = position == len(texts) - 1
+            text = text if last else text + self.separator
+            if lines[-1] and len(lines[-1]) + len(text) > self.width:
+                lines[-1] = lines[-1].rstrip()
+                lines.append("")
+            lines[-1] += text
+        return f"\n{indent} ".join(lines)
+
+    def _number(self, value: Any) -> str:
+        if not isinstance(value, float):
+            return str(value)
+        decimals = max(self.digits - 1, 0)
+        if self.float_format == "scientific":
+            return f"{value:.{decimals}e}"
+        return f"{value:.{max(decimals - _exponent(value), 0)}f}"
 
 
-def for_loop(count: int, body: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Repeat `inputs = body(*inputs)` `count` times."""
-    if not isinstance(inputs, list | tuple) or not all(isinstance(x, Tensor) for x in inputs):
-        raise InputError("for_loop(count, body, inputs): inputs is a list of tensors")
-    values = list(inputs)
+def _exponent(value: float) -> int:
+    """The power of ten of a number; 0 for 0, an infinity or NaN."""
+    return math.floor(math.log10(abs(value))) if value and math.isfinite(value) else 0
+
+
+def for_loop(count: int, body: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
+    """Repeat `inputs = body(*inputs)` `count` times; the caller's tensors are not changed."""
+    values = _copies("for_loop", "inputs", inputs)
     for _ in range(count):
-        outputs = body(*values)
-        values = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        values = _as_list(body(*values))
         if len(values) != len(inputs):
-            raise InputError(
+            raise UsageError(
                 f"for_loop: body took {len(inputs)} tensors and returned {len(values)};"
                 " it must return as many as it takes"
             )
     return values
+
+
+def cond(
+    condition: Tensor,
+    then_body: Callable[..., Any],
+    then_inps: list[Tensor],
+    else_body: Callable[..., Any],
+    else_inps: list[Tensor],
+) -> list[Tensor]:
+    """The outputs of `then_body` or of `else_body`; the caller's tensors are not changed."""
+    then_copies = _copies("cond", "then_inps", then_inps)
+    else_copies = _copies("cond", "else_inps", else_inps)
+    return _as_list(then_body(*then_copies) if condition else else_body(*else_copies))
+
+
+def _copies(function: str, name: str, tensors: Any) -> list[Tensor]:
+    """Copies of a list of tensors, because a body may change them in place."""
+    expects = f"{line_prefix()}{function} expects {name} to be a list of tensors"
+    if not isinstance(tensors, list):
+        raise UsageError(f"{expects}. (Object is not list)")
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise UsageError(
+                f"{expects}. (Object contained in list at index {index} is not torch.tensor)"
+            )
+    return [tensor.clone() for tensor in tensors]
+
+
+def _as_list(outputs: Any) -> list[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
 def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int = 1) -> Tensor:
@@ -115,10 +210,27 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor, size: int, step: int 
 
 def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor, size: int) -> Tensor:
     """`input` with the slice of `size` at `start` replaced by `src`."""
+    if input.dim() != src.dim():
+        raise UsageError(
+            f"{line_prefix()}dynamic_update: input and src tensors must have same dimensionality."
+            f" ({input.dim()}) vs ({src.dim()})"
+        )
+    if input.dtype != src.dtype:
+        raise UsageError(
+            f"{line_prefix()}dynamic_update: input and src tensor must have same dtype."
+            f" ({input.dtype} vs {src.dtype})"
+        )
     return input.index_copy(dim, _slice_indices(start, size, 1), src)
 
 
 def _slice_indices(start: Tensor, size: int, step: int) -> Tensor:
+    if size == 0:
+        raise UsageError(f"{line_prefix()}The start and end of a slice must be different.")
+    if size < 0:
+        raise UsageError(
+            f"{line_prefix()}Taking a slice of a tensor with the end less than the start is not"
+            " supported."
+        )
     return start.reshape(()).long() + torch.arange(0, size, step, device=start.device)
 
 
@@ -216,18 +328,36 @@ class Attribute(NameScope):
 
 
 class MultiConv(NameScope):
-    """A scope whose convolutions would run side by side."""
+    """A scope whose convolutions would run side by side; its settings have no effect."""
+
+    _active: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__("multiconv")
+
+    def __enter__(self) -> MultiConv:
+        if MultiConv._active:
+            raise UsageError(f"{line_prefix()}Nested poptorch.MultiConv is not supported")
+        MultiConv._active = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        MultiConv._active = False
 
     def availableMemoryProportions(self, value: Any) -> MultiConv:
         return self
 
     def partialsTypes(self, value: Any) -> MultiConv:
+        values = value if isinstance(value, list | tuple) else [value]
+        if not all(item in (torch.float32, torch.float16) for item in values):
+            raise UsageError(
+                f"{line_prefix()}Invalid partials types {value!r}: torch.float or torch.half"
+            )
         return self
 
     def planType(self, value: Any) -> MultiConv:
+        if value is not None:
+            check_member("Invalid plan type: planType", value, MultiConvPlanType)
         return self
 
     def perConvReservedTiles(self, value: int) -> MultiConv:
@@ -265,14 +395,51 @@ class Block(nn.Module):
         log_once("blocks", NO_BLOCKS)
 
 
+BLOCK = "_begin_block"  # the attribute of a module in which a block begins: (user_id, ipu_id)
+
+
 def BeginBlock(
-    layer_to_call: nn.Module, user_id: str | None = None, ipu_id: int | None = None
+    layer_to_call: Any, user_id: str | None = None, ipu_id: int | None = None
 ) -> nn.Module:
     """The module itself; PopTorch would use another device from it on."""
-    if not isinstance(layer_to_call, nn.Module):
-        raise InputError("BeginBlock takes a torch.nn.Module; for a function use BlockFunction")
     log_once("blocks", NO_BLOCKS)
+    if not isinstance(layer_to_call, nn.Module):
+        if not callable(layer_to_call):
+            raise UsageError(f"{line_prefix()}BeginBlock takes a torch.nn.Module or a function")
+        return FunctionBlock(layer_to_call, user_id, ipu_id)
+    if BLOCK in vars(layer_to_call):
+        raise UsageError(f"{line_prefix()}this module has already been assigned to a block")
+    layer_to_call.__dict__[BLOCK] = (user_id, ipu_id)
     return layer_to_call
+
+
+class FunctionBlock(nn.Module):
+    """A function with which a block begins."""
+
+    def __init__(
+        self, function: Callable[..., Any], user_id: str | None, ipu_id: int | None
+    ) -> None:
+        super().__init__()
+        self._function = function
+        self._user_id = user_id
+        self._ipu_id = ipu_id
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+def module_repr(m: nn.Module) -> str:
+    """A module as text, as `repr` writes it, with the blocks that begin in it."""
+    extra = m.extra_repr()
+    children = [
+        f"({name}): {module_repr(child)}".replace("\n", "\n  ")
+        for name, child in m.named_children()
+    ]
+    lines = [*extra.split("\n"), *children] if extra else children
+    inside = extra if lines == [extra] else "".join(f"\n  {line}" for line in lines) + "\n"
+    user_id, ipu_id = vars(m).get(BLOCK, (None, None))
+    block = f"BeginBlock(user_id={user_id}, ipu_id={ipu_id}) " if BLOCK in vars(m) else ""
+    return f"{block}{m._get_name()}({inside if lines else ''})"
 
 
 def BlockFunction(
@@ -289,7 +456,9 @@ def addBlock(module: nn.Module, user_id: str | None = None, ipu_id: int | None =
 
 
 def removeBlocks(module: nn.Module) -> nn.Module:
-    """The module itself: there are no blocks to remove."""
+    """The module, without the blocks that began in it."""
+    for inner in module.modules():
+        inner.__dict__.pop(BLOCK, None)
     return module
 
 
@@ -314,7 +483,8 @@ class Phase:
     """Stages that would run at the same time."""
 
     def __init__(self, *arg: Any) -> None:
-        self.stages = _as_stages(arg)
+        blocks = arg and all(isinstance(item, str) for item in arg)
+        self.stages = [Stage(*arg)] if blocks else _as_stages(arg)  # names are one stage's blocks
 
     def stage(self, idx: int) -> Stage:
         return self.stages[idx]
@@ -327,7 +497,17 @@ class Phase:
 
 
 def _as_stages(items: Iterable[Any]) -> list[Stage]:
-    return [item if isinstance(item, Stage) else Stage(item) for item in items]
+    """Stages of stages, names of blocks, and lists of names."""
+    return [
+        item if isinstance(item, Stage) else Stage(item) if isinstance(item, str) else Stage(*item)
+        for item in items
+    ]
+
+
+def _as_phase(phase: Phase | list[Any] | Stage | str) -> Phase:
+    if isinstance(phase, Phase):
+        return phase
+    return Phase(*phase) if isinstance(phase, list) else Phase(phase)
 
 
 class ShardedExecution:
@@ -341,7 +521,7 @@ class ShardedExecution:
         for stage in self._stages:
             if block_id in stage.blocks:
                 return stage
-        raise InputError(f"no stage has the block {block_id!r}")
+        raise UsageError(f"no stage has the block {block_id!r}")
 
 
 class PipelinedExecution:
@@ -357,7 +537,7 @@ class SerialPhasedExecution:
     """One phase after the other, with weights loaded for each."""
 
     def __init__(self, *phases: Phase | list[Stage] | list[str]) -> None:
-        self._phases = [phase if isinstance(phase, Phase) else Phase(*phase) for phase in phases]
+        self._phases = [_as_phase(phase) for phase in phases]
 
     def phase(self, phase: int) -> Phase:
         return self._phases[phase]
@@ -367,7 +547,7 @@ class SerialPhasedExecution:
         for stage in (stage for phase in self._phases for stage in phase.stages):
             if block_id in stage.blocks:
                 return stage
-        raise InputError(f"no stage has the block {block_id!r}")
+        raise UsageError(f"no stage has the block {block_id!r}")
 
     def useSeparateBackwardPhase(self, use: bool = True) -> Self:
         return self
@@ -385,7 +565,7 @@ class ParallelPhasedExecution:
     setTensorsLiveness = SerialPhasedExecution.setTensorsLiveness
 
     def __init__(self, *phases: Phase | list[Stage] | list[str]) -> None:
-        self._phases = [phase if isinstance(phase, Phase) else Phase(*phase) for phase in phases]
+        self._phases = [_as_phase(phase) for phase in phases]
 
     def sendBackwardPhase(self, phase: int) -> Self:
         return self

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from packhorse import optim
-from packhorse.errors import InputError
 from packhorse.optim.lamb import STEP_WITHOUT_CORRECTION
 from packhorse_port.names import nearest
-from packhorse_port.notices import line_prefix, log_once
+from packhorse_port.notices import UsageError, line_prefix, log_once
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop", "LAMB")
 NO_CLIP = float("inf")
@@ -48,19 +47,20 @@ class VariableAttributes:
 
     def _known(self, attr: str) -> str:
         if attr not in self._allowed:
-            raise InputError(f"the optimizer has no {attr!r}; it has {', '.join(self._allowed)}")
+            raise UsageError(f"the optimizer has no {attr!r}; it has {', '.join(self._allowed)}")
         return attr
 
 
-class _PopTorchArguments:
-    """PopTorch's arguments that every optimizer here has as attributes; see `_store`."""
+class Optimizer:
+    """Base of PopTorch's optimizers: the arguments that all of them have, as attributes."""
 
+    # Set by `_store`.
     loss_scaling: float
     accum_type: torch.dtype
     variable_attrs: VariableAttributes
 
 
-class SGD(_PopTorchArguments, torch.optim.SGD):
+class SGD(Optimizer, torch.optim.SGD):
     """`torch.optim.SGD`; `use_combined_accum` and the scalings change nothing but memory."""
 
     max_grad_norm: float
@@ -95,7 +95,7 @@ class SGD(_PopTorchArguments, torch.optim.SGD):
         )
 
 
-class Adam(_PopTorchArguments, torch.optim.Adam):
+class Adam(Optimizer, torch.optim.Adam):
     """`torch.optim.Adam`."""
 
     max_grad_norm: float
@@ -124,7 +124,7 @@ class Adam(_PopTorchArguments, torch.optim.Adam):
         _store(self, arguments, **_MOMENTS, max_grad_norm=NO_CLIP)
 
 
-class AdamW(_PopTorchArguments, torch.optim.AdamW):
+class AdamW(Optimizer, torch.optim.AdamW):
     """`torch.optim.AdamW`, optionally without bias correction."""
 
     max_grad_norm: float
@@ -157,7 +157,7 @@ class AdamW(_PopTorchArguments, torch.optim.AdamW):
             self.register_step_pre_hook(_skip_bias_correction)
 
 
-class RMSprop(_PopTorchArguments, torch.optim.RMSprop):
+class RMSprop(Optimizer, torch.optim.RMSprop):
     """`torch.optim.RMSprop`, or TensorFlow's with `use_tf_variant=True`."""
 
     use_tf_variant: bool
@@ -200,25 +200,30 @@ class RMSprop(_PopTorchArguments, torch.optim.RMSprop):
         return loss
 
 
-def LAMB(
-    params: Iterable[Any],
-    lr: float | None = None,
-    betas: Betas | None = None,
-    eps: float | None = None,
-    weight_decay: float | None = None,
-    bias_correction: bool | None = None,
-    loss_scaling: float | None = None,
-    max_weight_norm: float | None = None,
-    accum_type: torch.dtype | None = None,
-    first_order_momentum_accum_type: torch.dtype | None = None,
-    second_order_momentum_accum_type: torch.dtype | None = None,
-) -> optim.LAMB:
+class LAMB(Optimizer, optim.LAMB):
     """`packhorse.optim.LAMB` with PopTorch's ε of 1e-8 and weight norms clipped to 65500."""
-    arguments = _passed(locals())
-    settings: dict[str, Any] = {"eps": 1e-8, "weight_decay": 1e-2, "max_weight_norm": 65500.0}
-    optimizer = optim.LAMB(params, **(settings | _torch_arguments(arguments)))
-    _store(optimizer, arguments, **_MOMENTS, bias_correction=True, max_weight_norm=65500.0)
-    return optimizer
+
+    bias_correction: bool
+    max_weight_norm: float
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | None = None,
+        betas: Betas | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        bias_correction: bool | None = None,
+        loss_scaling: float | None = None,
+        max_weight_norm: float | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = None,
+        second_order_momentum_accum_type: torch.dtype | None = None,
+    ) -> None:
+        arguments = _passed(locals())
+        settings: dict[str, Any] = {"eps": 1e-8, "weight_decay": 1e-2, "max_weight_norm": 65500.0}
+        super().__init__(params, **(settings | _torch_arguments(arguments)))
+        _store(self, arguments, **_MOMENTS, bias_correction=True, max_weight_norm=65500.0)
 
 
 _MOMENTS = {
@@ -269,7 +274,7 @@ def _store(optimizer: Any, arguments: dict[str, Any], **defaults: Any) -> None:
     for name, default in {"loss_scaling": 1.0, "accum_type": torch.float32, **defaults}.items():
         value = arguments.get(name, default)
         if name.endswith("accum_type") and value not in ACCUM_TYPES:
-            raise InputError(f"{name} is torch.float32 or torch.float16, not {value!r}")
+            raise UsageError(f"{name} is torch.float32 or torch.float16, not {value!r}")
         setattr(optimizer, name, value)
         if value != default and name in _NO_EFFECT:
             log_once(f"optim.{name}", f"{name}={value} {_NO_EFFECT[name]}")

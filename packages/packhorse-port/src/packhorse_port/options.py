@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import json
 import os
 import shlex
 from collections.abc import Mapping
@@ -26,9 +27,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from packhorse.errors import InputError, PackhorseError
+from packhorse.errors import PackhorseError
 from packhorse_port import enums
 from packhorse_port.enums import (
+    CommGroupType,
     ConnectionType,
     HalfFloatCastingBehavior,
     MeanReductionStrategy,
@@ -37,7 +39,7 @@ from packhorse_port.enums import (
     SyncPattern,
     TensorLocationSettings,
 )
-from packhorse_port.notices import line_prefix, log_once, script_line
+from packhorse_port.notices import UsageError, line_prefix, log_once, script_line
 from packhorse_port.settings import OptionsUse, Settings, check_integer, check_member, ignored
 
 # Why settings have no effect here
@@ -63,7 +65,7 @@ class Training(Settings):
         """Whether the gradients of micro batches and replicas are averaged or summed."""
         name = "accumulationAndReplicationReductionType"
         if check_member(name, reduction_type, ReductionType) == ReductionType.NoReduction:
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}{name} takes poptorch.ReductionType.Mean or .Sum, not NoReduction"
             )
         return self._set(name, accumulation_and_replication_reduction_type=reduction_type)
@@ -164,7 +166,7 @@ class Distributed(Settings):
         count = check_integer("num_processes", num_processes)
         number = check_integer("process_id", process_id, least=0)
         if number >= count:
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}process {number} of {count}: ids run from 0 to {count - 1}"
             )
         values = {"num_distributed_processes": count, "distributed_process_id": number}
@@ -228,6 +230,7 @@ GROUPS: dict[str, type[Settings]] = {
 
 
 # Values of PACKHORSE_PORT_STEPS, and the argument of `compileStep` that each stands for.
+DEFAULT_OPTIONS = "POPTORCH_DEFAULT_OPTIONS"
 STEP_MODES: dict[str, bool | str] = {"modules": False, "traced": "trace", "compiled": True}
 
 
@@ -237,6 +240,9 @@ class Options(Settings):
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "device_iterations": 1,
         "replication_factor": 1,
+        "input_group_size": 1,
+        "input_cgt": CommGroupType.Consecutive,
+        "anchored_tensors": {},
         "output_mode": OutputMode.Default,
         "output_return_period": 1,
         "connection_type": ConnectionType.Always,
@@ -252,7 +258,11 @@ class Options(Settings):
     }
 
     def __init__(self) -> None:
-        super().__init__(OptionsUse())
+        self._initialize()
+        self.from_json(os.environ.get(DEFAULT_OPTIONS) or "{}")
+
+    def _initialize(self) -> None:
+        Settings.__init__(self, OptionsUse())
         self._values["cache_path"] = cache_from_environment(os.environ)
         self._values["compile_step"] = STEP_MODES[
             _environment_choice("PACKHORSE_PORT_STEPS", *STEP_MODES)
@@ -305,8 +315,18 @@ class Options(Settings):
 
     @property
     def batches_per_call(self) -> int:
-        """Micro batches that one host call consumes: iterations × replicas × accumulation."""
-        return self.device_iterations * self.replication_factor * self.gradient_accumulation
+        """Micro batches that one host call consumes: iterations × input groups × accumulation."""
+        return self.device_iterations * self.input_groups * self.gradient_accumulation
+
+    @property
+    def input_groups(self) -> int:
+        """How many different inputs the replicas get."""
+        if self.replication_factor % self.input_group_size:
+            raise UsageError(
+                f"{line_prefix()}inputReplicaGrouping({self.input_group_size}, …) does not divide"
+                f" replicationFactor({self.replication_factor})"
+            )
+        return self.replication_factor // self.input_group_size
 
     @property
     def frozen(self) -> bool:
@@ -333,7 +353,8 @@ class Options(Settings):
 
     def clone(self) -> Options:
         """A copy with the same settings that is not frozen."""
-        clone = Options()
+        clone = Options.__new__(Options)
+        clone._initialize()
         for source, target in zip(self._groups(), clone._groups(), strict=True):
             target.__dict__["_values"] = copy.deepcopy(source._values)
         return clone
@@ -359,6 +380,21 @@ class Options(Settings):
             group._restore(dict(values))
         return options
 
+    def from_json(self, string: str) -> Self:
+        """Apply settings by name: {"Training.gradientAccumulation": 4, "_Popart.set": ["key", 1]}.
+
+        The variable POPTORCH_DEFAULT_OPTIONS has such settings for all options of a script.
+        """
+        try:
+            for name, value in json.loads(string).items():
+                method = _target(self, ast.parse(name, mode="eval").body)
+                method(*map(_json_value, value if isinstance(value, list) else [value]))
+        except (PackhorseError, SyntaxError, TypeError, ValueError) as error:
+            raise ConfigFileError(
+                f"{line_prefix()}{string!r} is no JSON of settings: {error}"
+            ) from error
+        return self
+
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
         """Apply a file of settings, one per line as in a script, without `options.`."""
         apply_file(self, Path(filepath))
@@ -382,13 +418,43 @@ class Options(Settings):
         count = check_integer("replicationFactor", replication_factor)
         return self._set("replicationFactor", replication_factor=count)
 
+    def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Self:
+        """Give groups of replicas the same inputs: neighbors, or every nth (`Orthogonal`)."""
+        name = "inputReplicaGrouping"
+        size = check_integer(name, input_group_size)
+        kind = check_member(name, input_group_type, CommGroupType)
+        if kind == CommGroupType.All:
+            raise UsageError(f"{line_prefix()}{name}: input_group_type cannot be All")
+        if kind == CommGroupType.NoGrouping:
+            size = 1
+            kind = CommGroupType.Consecutive
+        if self.replication_factor % size:
+            raise UsageError(
+                f"{line_prefix()}{name}: input_group_size {size} must be a factor of"
+                f" replication_factor {self.replication_factor}, which is set before it"
+            )
+        return self._set(name, input_group_size=size, input_cgt=kind)
+
+    def anchorTensor(
+        self,
+        short_name: str,
+        long_name: str,
+        output_mode: OutputMode | None = None,
+        output_return_period: int | None = 1,
+    ) -> Self:
+        """Keep a tensor of the model for `getAnchoredTensor(short_name)`; see `anchors`."""
+        period = output_return_period if output_mode == OutputMode.EveryN else 1
+        anchor = (long_name, output_mode, check_integer("output_return_period", period))
+        anchored = {**self.anchored_tensors, short_name: anchor}
+        return self._set("anchorTensor", anchored_tensors=anchored)
+
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
         """Which outputs of a host call are returned; `EveryN` needs its n."""
         mode = check_member("outputMode", output_mode, OutputMode)
         period = 1
         if mode == OutputMode.EveryN:
             if output_return_period is None:
-                raise InputError(
+                raise UsageError(
                     f"{line_prefix()}write outputMode(poptorch.OutputMode.EveryN, n): n is missing"
                 )
             period = check_integer("output_return_period", output_return_period)
@@ -427,7 +493,7 @@ class Options(Settings):
         scripts that run unchanged.
         """
         if enabled not in STEP_MODES.values():
-            raise InputError(
+            raise UsageError(
                 f"{line_prefix()}compileStep takes True, False or 'trace', not {enabled!r}"
             )
         return self._set("compileStep", compile_step=enabled)
@@ -525,21 +591,12 @@ class Options(Settings):
     @ignored("module_namescope", False, "operations have no name scope here")
     def disableModuleNamescope(self) -> Self: ...
 
-    @ignored("anchored_tensors", None, "read the tensor with a forward hook of its module")
-    def anchorTensor(
-        self,
-        short_name: str,
-        long_name: str,
-        output_mode: OutputMode | None = None,
-        output_return_period: int | None = 1,
-    ) -> Self: ...
-
 
 def _environment_choice(variable: str, *choices: str) -> str:
     """The value of an environment variable; the first choice if it is not set."""
     value = os.environ.get(variable) or choices[0]
     if value not in choices:
-        raise InputError(f"{variable} is {value!r}; set it to one of {', '.join(choices)}")
+        raise UsageError(f"{variable} is {value!r}; set it to one of {', '.join(choices)}")
     return value
 
 
@@ -561,8 +618,19 @@ def cache_from_environment(environ: Mapping[str, str]) -> str | None:
 #     outputMode(poptorch.OutputMode.EveryN, 5)
 #
 # PopTorch runs such a file as Python. Here every line is parsed, and only calls of settings with
-# plain values pass (numbers, strings, lists, dictionaries, `poptorch`'s enumerations, `torch`'s
-# dtypes and `TensorLocationSettings`), so that a file of settings cannot run code.
+# plain values pass (numbers, strings, lists, dictionaries, `poptorch`'s enumerations and execution
+# strategies, `torch`'s dtypes and `TensorLocationSettings`), so that a file of settings cannot run
+# code.
+
+
+STRATEGIES = (
+    "poptorch.PipelinedExecution",
+    "poptorch.ShardedExecution",
+    "poptorch.SerialPhasedExecution",
+    "poptorch.ParallelPhasedExecution",
+    "poptorch.Phase",
+    "poptorch.Stage",
+)
 
 
 class ConfigFileError(PackhorseError):
@@ -619,12 +687,23 @@ def _value(node: ast.AST) -> Any:
     """The value of an argument: a literal, a member of an enumeration, a dtype, a location."""
     if isinstance(node, ast.Attribute):
         return _named_value(ast.unparse(node))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in STRATEGIES:
+        from packhorse_port import ops
+
+        kind = getattr(ops, ast.unparse(node.func).removeprefix("poptorch."))
+        return kind(*map(_value, node.args))
     if isinstance(node, ast.Call) and "TensorLocationSettings" in ast.unparse(node.func):
         return _location(node)
     try:
         return ast.literal_eval(ast.unparse(node))
     except ValueError as error:
         raise ConfigFileError(f"{ast.unparse(node)} is not a plain value") from error
+
+
+def _json_value(value: Any) -> Any:
+    """A value of JSON; `OutputMode.All` is the member of the enumeration."""
+    is_name = isinstance(value, str) and hasattr(enums, value.partition(".")[0])
+    return _named_value(f"poptorch.{value}") if is_name and "." in value else value
 
 
 def _named_value(name: str) -> Any:

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from packhorse import dist
 from packhorse.device import choose_device
-from packhorse.errors import InputError
 from packhorse_port.device_state import DeviceWeights
 from packhorse_port.enums import OutputMode
+from packhorse_port.notices import UsageError
 from packhorse_port.options import Options
 
 
@@ -56,13 +56,13 @@ class ReplicaGroup:
         data_processes = options.Distributed.numProcesses
         if data_processes > 1:
             if team.world != data_processes:
-                raise InputError(
+                raise UsageError(
                     f"Options.Distributed says {data_processes} processes and {team.world} run;"
                     f" start them with torchrun --nproc-per-node {data_processes} SCRIPT"
                 )
             return cls(count, range(count), data_processes, team)
         if count % team.world:
-            raise InputError(
+            raise UsageError(
                 f"replicationFactor({count}) cannot be shared by {team.world} processes; write"
                 f" replicationFactor({team.world}), or start torchrun --nproc-per-node {count}"
             )

@@ -38,15 +38,25 @@ class SavedExecutor:
     tensors: dict[str, Tensor]
 
 
-def shapes(leaves: Sequence[Any], spec: TreeSpec) -> dict[str, Any]:
+def shapes(leaves: Sequence[Any]) -> list[dict[str, Any]]:
     """Shapes and dtypes of inputs, as plain values for JSON."""
-    described = [
+    return [
         {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
         if isinstance(x, Tensor)
         else {"value": x if isinstance(x, bool | int | float | str | None) else str(x)}
         for x in leaves
     ]
-    return {"leaves": described, "spec": treespec_dumps(spec)}
+
+
+def described(leaves: list[dict[str, Any]], spec: TreeSpec) -> dict[str, Any]:
+    """Inputs for the header: `shapes`, and how they were nested."""
+    try:
+        return {"leaves": leaves, "spec": treespec_dumps(spec)}
+    except (TypeError, NotImplementedError) as error:
+        raise InputError(
+            "inputs of a class of your own cannot be saved; pass tensors, or tuples, lists and"
+            " dictionaries of them"
+        ) from error
 
 
 def examples(executor_file: SavedExecutor, device: torch.device) -> Any:

@@ -37,7 +37,21 @@ Summary = Literal["text", "json", "quiet"]
 PORT = "packhorse_port"
 TORCHVISION = "packhorse_port.torchvision"
 TENSORFLOW = "packhorse_port.tensorflow"
+POPDIST = "packhorse_port.popdist"
 IPU_MODULES = ("tensorflow.python.ipu", "tensorflow.keras.ipu", "keras.ipu")
+
+# Modules of the SDK that are not provided, and what to do instead.
+SDK = {
+    "popart": "graphs of PopART cannot run here; write the model in PyTorch",
+    "popxl": "graphs of PopXL cannot run here; write the model in PyTorch",
+    "poplar": "Poplar programs cannot run here; write the operation in PyTorch",
+    "poprt": "packhorse.PackRunner packs and runs requests; see docs/coming-from.md",
+    "gcipuinfo": "packhorse monitor --json tells about devices",
+    "poptorch_geometric": "use torch_geometric: its models and loaders run without fixed sizes",
+    "poptorch_experimental_addons": "write the layer in PyTorch",
+    "pva": "there are no Poplar reports; profile with torch.profiler",
+    "libpvti": "profile with torch.profiler",
+}
 
 
 def run(arguments: Sequence[str], summary: Summary = "text") -> NoReturn:
@@ -102,6 +116,8 @@ def hide_torchvision(
     """`importlib.util.find_spec` that does not find our torchvision."""
 
     def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
+        if name in SDK and not _is_installed(name):
+            return None
         if name.partition(".")[0] == "torchvision":
             loaded = sys.modules.get("torchvision")
             provided = loaded is not None and loaded is sys.modules.get(TORCHVISION)
@@ -118,6 +134,8 @@ class ImportFinder:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> Any:
         top, _, rest = name.partition(".")
+        if name in ("popdist", "popdist.poptorch") and not _is_installed(name):
+            return _spec(name, AliasLoader(POPDIST + name.removeprefix("popdist")))
         if name.startswith(IPU_MODULES) and find_spec(TENSORFLOW):
             return _spec(name, IpuLoader)
         # A script's own poptorch.py, in its folder (the first entry of the path), wins.
@@ -132,15 +150,22 @@ class ImportFinder:
                 if target_spec:
                     return _spec(name, AliasLoader(target_spec.name))
                 return _raise_missing(name)
+        if not rest and name in SDK and not _is_installed(name):
+            return _raise_missing(name)
         return None
 
 
+def _is_installed(name: str) -> bool:
+    """Whether a module of that name, other than ours, is on the path."""
+    return PathFinder.find_spec(name.partition(".")[0]) is not None
+
+
 def _raise_missing(name: str) -> None:
-    """Raise for a submodule of PopTorch if it is known what to write instead."""
+    """Raise for a module of PopTorch or its SDK if it is known what to write instead."""
     from packhorse_port.names import FAILS
     from packhorse_port.notices import line_prefix
 
-    if hint := FAILS.get(name.removeprefix("poptorch.").partition(".")[0]):
+    if hint := SDK.get(name) or FAILS.get(name.removeprefix("poptorch.").partition(".")[0]):
         raise ModuleNotFoundError(f"{line_prefix()}{name} is not provided here: {hint}", name=name)
 
 

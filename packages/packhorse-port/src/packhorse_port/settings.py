@@ -18,8 +18,8 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-from packhorse.errors import InputError, PackhorseError
-from packhorse_port.notices import line_prefix, log_once
+from packhorse.errors import PackhorseError
+from packhorse_port.notices import UsageError, line_prefix, log_once
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -161,9 +161,9 @@ def plain(value: Any) -> Any:
 def check_integer(name: str, value: Any, least: int = 1) -> int:
     """`value` as an integer of at least `least`; raises if it is none."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InputError(f"{line_prefix()}{name} takes a whole number, not {value!r}")
+        raise UsageError(f"{line_prefix()}{name} takes a whole number, not {value!r}")
     if value < least:
-        raise InputError(f"{line_prefix()}{name} must be at least {least}, got {value}")
+        raise UsageError(f"{line_prefix()}{name} must be at least {least}, got {value}")
     return value.__index__()
 
 
@@ -171,5 +171,5 @@ def check_member(name: str, value: Any, kind: type[Enum]) -> Any:
     """`value` if it is a member of the enumeration; raises if it is not."""
     if not isinstance(value, kind):
         choices = ", ".join(f"poptorch.{kind.__name__}.{choice.name}" for choice in kind)
-        raise InputError(f"{line_prefix()}{name} takes one of {choices}; not {value!r}")
+        raise UsageError(f"{line_prefix()}{name} takes one of {choices}; not {value!r}")
     return value

@@ -26,7 +26,7 @@ import abc
 import logging
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +36,11 @@ from torch.utils import _pytree
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from packhorse import executable
-from packhorse.errors import InputError
+from packhorse_port.casting import HALVES, MixedTypes
 from packhorse_port.device_state import Constants
-from packhorse_port.enums import OutputMode, ReductionType
+from packhorse_port.enums import CommGroupType, OutputMode, ReductionType
 from packhorse_port.losses import Untraceable, find_loss, forward_call
-from packhorse_port.notices import LOGGER, line_prefix, log_once
+from packhorse_port.notices import LOGGER, UsageError, line_prefix, log_once
 from packhorse_port.options import Options
 from packhorse_port.replicas import ReplicaGroup
 from packhorse_port.trace import (
@@ -75,6 +75,8 @@ class StepSettings:
     iterations: int
     accumulation: int
     replicas: int
+    input_groups: int  # different inputs of an iteration's replicas
+    orthogonal: bool  # whether replicas n, n + input_groups … share an input, or neighbors
     mode: OutputMode
     output_period: int
     mean: bool
@@ -88,6 +90,8 @@ class StepSettings:
             options.device_iterations,
             options.gradient_accumulation,
             options.replication_factor,
+            options.input_groups,
+            options.input_cgt == CommGroupType.Orthogonal,
             resolve_output_mode(options, training),
             options.output_every,
             options.reduction == ReductionType.Mean,
@@ -100,6 +104,18 @@ class StepSettings:
         """Micro batches of one host call."""
         return self.iterations * self.accumulation * self.replicas
 
+    @property
+    def input_batches(self) -> int:
+        """Different inputs of one host call; replicas of a group share theirs."""
+        return self.iterations * self.accumulation * self.input_groups
+
+    def input_of(self, batch: int) -> int:
+        """Which of the inputs a micro batch gets."""
+        step, replica = divmod(batch, self.replicas)
+        neighbors = self.replicas // self.input_groups
+        group = replica % self.input_groups if self.orthogonal else replica // neighbors
+        return step * self.input_groups + group
+
 
 @dataclass
 class Step:
@@ -111,6 +127,7 @@ class Step:
     group: ReplicaGroup
     constants: Constants | None = None  # set at the first call
     graphs: dict[TraceKey, MicroBatchGraph] = field(default_factory=dict)
+    mixed: bool | None = None  # whether half and float meet in the model; None: not known yet
     refused: str = ""  # why this model has no graph, if one was requested
     compile_seconds: float = 0.0  # spent on tracing and compiling
     # Weights and buffers per replica, flat, valid during one host call.
@@ -186,7 +203,11 @@ class Step:
         args, kwargs = tree_unflatten(leaves, spec)
         if self.constants is not None:
             self.constants.restore()
-        with forward_call() as call, torch.set_grad_enabled(self.settings.training):
+        with (
+            forward_call() as call,
+            torch.set_grad_enabled(self.settings.training),
+            self._casts(leaves) as casts,
+        ):
             buffers = self.group.buffers(replica)
             if buffers is None:
                 outputs = self.model(*args, **kwargs)
@@ -195,9 +216,17 @@ class Step:
             values, output_spec = tree_flatten(outputs)
             if self.settings.training:
                 loss = find_loss(call, values, self.model)
-                loss.backward(torch.full_like(loss, self._loss_scale()))
+                if loss is not None:
+                    loss.backward(torch.full_like(loss, self._loss_scale()))
+        if casts is not None:
+            self.mixed = casts.needed
         detached = [v.detach() if isinstance(v, Tensor) else v for v in values]
         return detached, output_spec
+
+    def _casts(self, leaves: Sequence[Any]) -> AbstractContextManager[MixedTypes | None]:
+        """PopTorch's casts, at the first micro batch and if half and float meet in the model."""
+        has_half = any(leaf.dtype in HALVES for leaf in _tensors(leaves))
+        return MixedTypes() if self.mixed or has_half or self.mixed is None else nullcontext()
 
     def _loss_scale(self) -> float:
         count = self.settings.accumulation * self.settings.replicas * self.group.data_processes
@@ -300,19 +329,24 @@ def split_inputs(leaves: Sequence[Any], settings: StepSettings) -> list[list[Any
 
 def _split_rows(leaf: Tensor, settings: StepSettings) -> Sequence[Tensor]:
     rows = leaf.shape[0] if leaf.dim() else 1
-    if rows % settings.batches or not leaf.dim():
+    count = settings.input_batches
+    if rows % count or not leaf.dim():
+        replicas = f"replicationFactor {settings.replicas}"
+        if settings.input_groups != settings.replicas:
+            replicas = f"input groups of replicas {settings.input_groups}"
         factors = (
-            f"deviceIterations {settings.iterations} x replicationFactor {settings.replicas} x "
-            f"gradientAccumulation {settings.accumulation} = {settings.batches}"
+            f"deviceIterations {settings.iterations} x {replicas} x "
+            f"gradientAccumulation {settings.accumulation} = {count}"
         )
-        size = max(1, rows // settings.batches)
-        raise InputError(
+        size = max(1, rows // count)
+        raise UsageError(
             f"{line_prefix()}an input of shape {tuple(leaf.shape)} cannot be cut into"
-            f" the {settings.batches} batches of a host call ({factors}). Read with"
+            f" the {count} batches of a host call ({factors}). Read with"
             f" poptorch.DataLoader(opts, dataset, batch_size={size}, drop_last=True), or pass"
-            f" {settings.batches * size} rows"
+            f" {count * size} rows"
         )
-    return leaf.detach().split(rows // settings.batches)
+    parts = leaf.detach().split(rows // count)
+    return [parts[settings.input_of(batch)] for batch in range(settings.batches)]
 
 
 def _sum(total: list[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -365,7 +399,7 @@ def resolve_output_mode(options: Options, training: bool) -> OutputMode:
     period = options.output_every
     steps = options.device_iterations * options.gradient_accumulation
     if mode == OutputMode.EveryN and steps % period:
-        raise InputError(
+        raise UsageError(
             f"{line_prefix()}outputMode(poptorch.OutputMode.EveryN, {period}) does not divide the"
             f" {steps} batches of a host call (deviceIterations {options.device_iterations} x"
             f" gradientAccumulation {options.gradient_accumulation}); take an n that does"
@@ -573,7 +607,7 @@ class ICustomArgParser(abc.ABC):
 def registerCustomArgParser(arg_data_type: type, arg_parser: ICustomArgParser | None) -> None:
     """Flatten inputs of this type with the parser; None unregisters the type."""
     if arg_parser is not None and not isinstance(arg_parser, ICustomArgParser):
-        raise InputError(f"{line_prefix()}arg_parser must inherit from ICustomArgParser")
+        raise UsageError(f"{line_prefix()}arg_parser must inherit from ICustomArgParser")
     if arg_data_type in _parsers:
         del _parsers[arg_data_type]
         _pytree._deregister_pytree_node(arg_data_type)
@@ -585,4 +619,5 @@ def registerCustomArgParser(arg_data_type: type, arg_parser: ICustomArgParser | 
         arg_data_type,
         lambda struct: (list(parser.yieldTensors(struct)), struct),
         lambda values, struct: parser.reconstruct(struct, iter(values)),
+        serialized_type_name=f"{arg_data_type.__module__}.{arg_data_type.__qualname__}",
     )

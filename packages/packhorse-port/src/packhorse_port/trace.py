@@ -193,6 +193,8 @@ def micro_batch(
         gradients: Sequence[Any] = ()
         if training:
             loss = find_loss(call, values, model)
+            if loss is None:
+                raise Untraceable("it has no weights to train")
             seed = torch.full_like(loss, scale)
             gradients = torch.autograd.grad(loss, weights, seed, allow_unused=True)
     tensors = [value.detach() for value in values if isinstance(value, Tensor)]
