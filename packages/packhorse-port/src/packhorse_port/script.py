@@ -37,7 +37,13 @@ Summary = Literal["text", "json", "quiet"]
 PORT = "packhorse_port"
 TORCHVISION = "packhorse_port.torchvision"
 TENSORFLOW = "packhorse_port.tensorflow"
-IPU_MODULES = ("tensorflow.python.ipu", "tensorflow.keras.ipu", "keras.ipu")
+IPU_MODULES = (
+    "tensorflow.python.ipu",
+    "tensorflow.keras.ipu",
+    "keras.ipu",
+    "ipu_tensorflow_addons",
+    "popdist",
+)
 
 
 def run(arguments: Sequence[str], summary: Summary = "text") -> NoReturn:

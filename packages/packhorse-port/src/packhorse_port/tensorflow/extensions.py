@@ -217,7 +217,7 @@ IGNORED = {
     "weight_update_poplar_options": "it is for the IPU's compiler",
     "gradient_accumulation_dtype": "gradients are accumulated in their own type",
     "gradient_accumulation_for_captured_grads": "gradients are not captured",
-    "accumulate_outfeed_dtype": "there is no outfeed",
+    "accumulate_outfeed_dtype": "results are accumulated in their own type",
     "dtype": "gradients are accumulated in their own type",
     "use_v2_gradient_accumulation_optimizer": "Keras's optimizer accumulates",
     "verify_usage": "Keras's optimizer accumulates",

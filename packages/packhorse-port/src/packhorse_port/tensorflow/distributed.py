@@ -1,0 +1,114 @@
+"""`popdist`, `popdist.tensorflow` and `ipu.distributed` in the one process that there is.
+
+PopDist runs several processes of a script, each with its own replicas, and adds what they compute.
+`poprun` does not exist here: a script is one instance, with the number 0, and sums, broadcasts and
+gathers over instances return what they are given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from packhorse_port.tensorflow import config as system
+from packhorse_port.tensorflow.strategy import IPUStrategy
+
+
+class PopDistStrategy(IPUStrategy):
+    """`IPUStrategy` for several processes, of which there is one."""
+
+    def __init__(
+        self,
+        ipu_device: str = "/device:IPU:0",
+        add_ipu_cross_replica_reductions: bool = True,
+        enable_dataset_iterators: bool = True,
+        enable_keras_extensions: bool = True,
+    ) -> None:
+        super().__init__(
+            ipu_device,
+            enable_dataset_iterators=enable_dataset_iterators,
+            enable_keras_extensions=enable_keras_extensions,
+        )
+
+    def update_ipu_config(self, config: Any) -> Any:
+        """The configuration as it is: there is one process."""
+        return config
+
+
+def allgather(value: Any, tensor_name: str | None = None) -> Any:
+    """[1, …]: the values of all instances."""
+    return tf.expand_dims(value, 0)
+
+
+def allreduce(value: Any, reduce_op: Any, tensor_name: str | None = None) -> Any:
+    """The sum or mean over all instances."""
+    return tf.identity(value)
+
+
+def broadcast(value: Any, root_rank: int = 0, tensor_name: str | None = None) -> Any:
+    """The value of instance 0."""
+    return tf.identity(value)
+
+
+def init() -> None:
+    """Nothing to do."""
+
+
+def isPopdistEnvSet() -> bool:
+    """Whether `poprun` started the process: never."""
+    return False
+
+
+def getNumInstances() -> int:
+    """How many processes run the script."""
+    return 1
+
+
+def getInstanceIndex() -> int:
+    """The number of this process."""
+    return 0
+
+
+def getNumTotalReplicas() -> int:
+    """Replicas of all processes."""
+    return 1
+
+
+def getNumLocalReplicas() -> int:
+    """Replicas of this process."""
+    return 1
+
+
+def getNumIpusPerReplica() -> int:
+    """How many IPUs the system has been given for its replica."""
+    return system.ipus()
+
+
+def getDeviceId(ipus_per_replica: int | None = None) -> int:
+    """The number of the device."""
+    return 0
+
+
+def set_ipu_config(config: Any, ipus_per_replica: int = 1, configure_device: bool = True) -> None:
+    """One replica on this many IPUs; `configure_device` uses it for the process."""
+    config.auto_select_ipus = ipus_per_replica
+    if configure_device:
+        config.configure_ipu_system()
+
+
+PROVIDES = {
+    "ipu.distributed": (allgather, allreduce, broadcast, PopDistStrategy),
+    "ipu.distributed.popdist_strategy": (PopDistStrategy,),
+    "popdist": (
+        init,
+        isPopdistEnvSet,
+        getNumInstances,
+        getInstanceIndex,
+        getNumTotalReplicas,
+        getNumLocalReplicas,
+        getNumIpusPerReplica,
+        getDeviceId,
+    ),
+    "popdist.tensorflow": (set_ipu_config,),
+}
