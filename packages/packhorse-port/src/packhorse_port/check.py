@@ -34,7 +34,6 @@ SDK = {
     "popart": "graphs of PopART cannot run here; write the model in PyTorch",
     "popxl": "graphs of PopXL cannot run here; write the model in PyTorch",
     "poplar": "Poplar programs cannot run here",
-    "popdist": "start several processes with torchrun",
     "poprt": "packhorse.PackRunner packs and runs requests; see docs/coming-from.md",
     "gcipuinfo": "packhorse monitor --json tells about devices",
     "poptorch_geometric": "use torch_geometric",
@@ -154,7 +153,7 @@ def _module(name: str, folder: Path) -> Name:
     if not top:
         return Name("fails", "a script has no package: import it by its name")
     if name.startswith(IPU_MODULES):
-        return _ipu_module(top, name)
+        return _ipu_module(name)
     if (folder / f"{top}.py").exists() or (folder / top).is_dir():
         return Name("as is", "a file of yours")
     if top == "poptorch":
@@ -170,7 +169,8 @@ def _module(name: str, folder: Path) -> Name:
     return Name("fails", f"not installed: {install_line(name)}")
 
 
-def _ipu_module(top: str, name: str) -> Name:
+def _ipu_module(name: str) -> Name:
+    top = "keras" if name.startswith("keras.") else "tensorflow"
     if not find_spec(top):
         return Name("fails", f"{top} is not installed: pip install 'packhorse[{EXTRAS[top]}]'")
     return tensorflow.lookup(tensorflow.short_name(name))

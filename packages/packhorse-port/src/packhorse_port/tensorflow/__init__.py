@@ -93,6 +93,12 @@ def _extend_tensorflow() -> None:
     function = without_xla(tf.function)
     for module in (tf, tf.compat.v2, def_function):
         module.__dict__["function"] = function
+    if not hasattr(tf, "estimator"):
+        from packhorse_port.tensorflow.estimator import EstimatorSpec, ModeKeys
+
+        estimator = ModuleType("tensorflow.estimator", "What is left of tf.estimator")
+        estimator.__dict__.update(EstimatorSpec=EstimatorSpec, ModeKeys=ModeKeys)
+        tf.__dict__["estimator"] = tf.compat.v1.__dict__["estimator"] = estimator
     # AutoGraph translates the script's functions, and would translate ours.
     own = autograph.DoNotConvert("packhorse_port")
     autograph.CONVERSION_RULES = (own, *autograph.CONVERSION_RULES)
@@ -122,6 +128,7 @@ def _values() -> dict[str, Any]:
         addons,
         config,
         distributed,
+        estimator,
         extensions,
         loops,
         operations,
@@ -138,7 +145,8 @@ def _values() -> dict[str, Any]:
         for name in vars(config)
         if f"ipu.{module}.{name}" in NAMES
     }
-    for source in (distributed, loops, operations, optimizers, pipelining, queues, scopes):
+    sources = (distributed, estimator, loops, operations, optimizers, pipelining, queues, scopes)
+    for source in sources:
         for module, provided in source.PROVIDES.items():
             values |= {f"{module}.{value.__name__}": value for value in provided}
     values["ipu.utils.get_num_of_ipus_in_device"] = lambda device="", session=None: config.ipus()

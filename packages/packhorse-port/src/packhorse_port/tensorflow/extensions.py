@@ -43,6 +43,13 @@ class RecomputationMode(Enum):
     RecomputeAndBackpropagateInterleaved = 2
 
 
+class IPUOutfeedMode(Enum):
+    """What an outfeed's `dequeue` returns: all elements, or the last one."""
+
+    ALL = "all"
+    LAST = "get_last"
+
+
 class GradientAccumulationReductionMethod(Enum):
     """How the gradients of several steps are combined."""
 

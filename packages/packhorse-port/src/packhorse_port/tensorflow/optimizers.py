@@ -14,7 +14,8 @@ computation save an IPU's memory; here both have the variable's type.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -52,8 +53,30 @@ class IpuOptimizer(tf.compat.v1.train.Optimizer):
         return self._opt.variables()
 
 
+@contextmanager
+def replicas_in_turn(count: int) -> Iterator[None]:
+    """Within it a function is traced which each step calls `count` times, once per replica."""
+    _replicas.append(count)
+    try:
+        yield
+    finally:
+        _replicas.pop()
+
+
+_replicas = [1]
+
+
 class CrossReplicaOptimizer(IpuOptimizer):
-    """Averages gradients over replicas, of which there is one."""
+    """Averages gradients over replicas: of an estimator; elsewhere one runs."""
+
+    def apply_gradients(
+        self, grads_and_vars: Pairs, global_step: Any = None, name: str | None = None
+    ) -> Any:
+        opt = self._opt
+        if _replicas[-1] > 1:
+            mean = GradientAccumulationReductionMethod.MEAN
+            opt = GradientAccumulationOptimizerV2(opt, _replicas[-1], reduction_method=mean)
+        return opt.apply_gradients(grads_and_vars, global_step, name)
 
 
 class ShardedOptimizer(IpuOptimizer):

@@ -119,18 +119,18 @@ def lifted_variable(initial_value: Any, dtype: Any) -> Any:
     return variable
 
 
-class _Pipeline:
-    """What `pipeline` was called with, and what its trace finds out."""
+class PipelineRun:
+    """The stages of a pipeline, and what their trace finds out: loss, variables, sums."""
 
     def __init__(
         self,
         stages: Sequence[Function],
-        optimizer_function: Function | None,
-        infeed: IPUInfeedQueue | None,
-        outfeed: IPUOutfeedQueue | None,
-        outfeed_loss: bool,
-        outfeed_mask: Sequence[bool] | None,
-        accumulate_outfeed: bool,
+        optimizer_function: Function | None = None,
+        infeed: IPUInfeedQueue | None = None,
+        outfeed: IPUOutfeedQueue | None = None,
+        outfeed_loss: bool = False,
+        outfeed_mask: Sequence[bool] | None = None,
+        accumulate_outfeed: bool = False,
     ) -> None:
         self.stages = stages
         self.optimizer_function = optimizer_function
@@ -146,21 +146,26 @@ class _Pipeline:
         self.structure: Any = None  # of the results
 
     def batch(self, inputs: Sequence[Any]) -> list[Any]:
-        """All stages on one batch; returns the operations to run."""
+        """All stages on one batch, its results to the outfeed; returns the operations to run."""
         args, kwargs = body_arguments(self.infeed._dequeue()) if self.infeed else ([], {})
+        values, operations = self.step([*inputs, *args], **kwargs)
+        if isinstance(values, tf.Operation):
+            return [values, *operations]
+        results = values if isinstance(values, dict | tf.Tensor) else to_list(values)
+        if self.output is not None:
+            results = self.chosen(to_list(values))
+        return operations + self.enqueue(results)
+
+    def step(self, args: Sequence[Any], **kwargs: Any) -> tuple[Any, list[Any]]:
+        """(results of the last stage, operations that add the gradients to their sums)."""
         with tf.GradientTape() as tape:
-            values: Any = self.stages[0](*inputs, *args, **kwargs)
+            values: Any = self.stages[0](*args, **kwargs)
             for stage in self.stages[1:]:
                 values = stage(*to_list(values))
-            outputs = [] if isinstance(values, tf.Operation) else to_list(values)
             if self.optimizer_function is not None:
+                outputs = [] if isinstance(values, tf.Operation) else to_list(values)
                 self.output = self.optimizer_function(*outputs)
-        operations = [values] if isinstance(values, tf.Operation) else []
-        if self.output is None:
-            chosen = values if isinstance(values, dict | tf.Tensor) else outputs
-            return operations + self.enqueue(chosen)
-        operations += self.enqueue(self.chosen(outputs))
-        return operations + self.accumulate(tape)
+        return values, self.accumulate(tape)
 
     def chosen(self, outputs: list[Any]) -> Any:
         """What a training pipeline enqueues of the last stage's outputs."""
@@ -216,26 +221,29 @@ class _Pipeline:
 
     def update(self, count: Any, mean: bool) -> list[Any]:
         """Apply the accumulated gradients and enqueue the accumulated results."""
-        operations = []
-        if self.output is not None and self.gradients is not None:
-            scale = 1 / tf.cast(count, tf.float32) if mean else tf.constant(1.0)
-            gradients = [tensor * tf.cast(scale, tensor.dtype) for tensor in self.gradients.read()]
-            with tf.control_dependencies(gradients):
-                operations += self.gradients.reset()
-            applied = self.output.opt.apply_gradients(
-                list(zip(gradients, self.variables, strict=True)),
-                *self.output.apply_gradients_args,
-                **self.output.apply_gradients_kwargs,
-            )
-            if isinstance(applied, tf.Operation):  # Keras returns its counter
-                operations.append(applied)
+        operations = self.apply(1 / tf.cast(count, tf.float32) if mean else tf.constant(1.0))
         if self.results is not None and self.outfeed is not None:
             values = self.results.read()
             with tf.control_dependencies(values):
                 operations += self.results.reset()
             structure = self.structure
             operations.append(self.outfeed.enqueue(tf.nest.pack_sequence_as(structure, values)))
-        return [operation for operation in operations if operation is not None]
+        return operations
+
+    def apply(self, scale: Any) -> list[Any]:
+        """Apply the sums of the gradients times `scale`, and reset them."""
+        if self.output is None or self.gradients is None:
+            return []
+        gradients = [tensor * tf.cast(scale, tensor.dtype) for tensor in self.gradients.read()]
+        with tf.control_dependencies(gradients):
+            operations = self.gradients.reset()
+        applied = self.output.opt.apply_gradients(
+            list(zip(gradients, self.variables, strict=True)),
+            *self.output.apply_gradients_args,
+            **self.output.apply_gradients_kwargs,
+        )
+        # Keras returns its counter.
+        return [*operations, applied] if isinstance(applied, tf.Operation) else operations
 
 
 def pipeline(
@@ -292,7 +300,7 @@ def pipeline(
         raise input_error("call pipeline in a tf.function, or in ipu_compiler.compile")
     method = GradientAccumulationReductionMethod.parse(reduction_method)
     mean = method is not GradientAccumulationReductionMethod.SUM
-    run = _Pipeline(
+    run = PipelineRun(
         computational_stages,
         optimizer_function,
         infeed_queue,

@@ -15,20 +15,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from enum import Enum
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from packhorse_port.notices import input_error
-
-
-class IPUOutfeedMode(Enum):
-    """What `dequeue` returns: all elements, or the last one."""
-
-    ALL = "all"
-    LAST = "get_last"
+from packhorse_port.tensorflow.extensions import IPUOutfeedMode
 
 
 class IPUInfeedQueue:
