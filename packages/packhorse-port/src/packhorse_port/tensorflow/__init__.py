@@ -59,7 +59,11 @@ def install() -> None:
     packages = [import_module(name) for name in KERAS]
     _extend_keras(packages)
     _extend_tensorflow()
-    sys.modules |= modules()
+    provided = modules()
+    if loaded := sys.modules.get("popdist"):  # PopTorch's, which has the same functions
+        loaded.__dict__["tensorflow"] = provided["popdist.tensorflow"]
+        del provided["popdist"]
+    sys.modules |= provided
     sys.modules["keras.ipu"] = sys.modules[HOMES["keras.ipu"]]
     python.__dict__["ipu"] = sys.modules[HOMES["ipu"]]
     for package in packages:
