@@ -16,8 +16,8 @@ import numpy as np
 
 import packhorse_port.tensorflow as ported
 
-TRAIN = 2048
-TEST = 1024
+TRAIN = 3200  # batches of 16 to 128, and hundreds
+TEST = 3200
 SEED = 0
 
 

@@ -85,6 +85,7 @@ def _extend_keras(packages: list[ModuleType]) -> None:
         setattr(model, wrap.__name__, wrap(getattr(model, wrap.__name__)))
     keras_compat.install(packages)
     keras_compat.install_local_datasets(packages)
+    keras_compat.install_old_modules()
 
 
 def _extend_tensorflow() -> None:

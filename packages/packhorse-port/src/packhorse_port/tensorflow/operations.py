@@ -294,6 +294,7 @@ def group_norm(
     trainable: bool = True,
     scope: Any = None,
     strided_channel_grouping: bool = True,
+    norm_type: str = "GroupNorm",
 ) -> Any:
     """Group normalization with variables `beta` and `gamma` of the variable scope."""
     inputs = tf.convert_to_tensor(inputs)
@@ -316,7 +317,7 @@ def group_norm(
         )
         return tf.reshape(variable, shape)
 
-    with tf.compat.v1.variable_scope(scope, "GroupNorm", [inputs], reuse=reuse):
+    with tf.compat.v1.variable_scope(scope, norm_type, [inputs], reuse=reuse):
         if scale:
             outputs *= parameter("gamma")
         if center:
@@ -326,13 +327,13 @@ def group_norm(
 
 def layer_norm(inputs: Any, channels_axis: int = -1, **kwargs: Any) -> Any:
     """Group normalization with one group."""
-    return group_norm(inputs, 1, channels_axis, **{"scope": "LayerNorm", **kwargs})
+    return group_norm(inputs, 1, channels_axis, norm_type="LayerNorm", **kwargs)
 
 
 def instance_norm(inputs: Any, channels_axis: int = -1, **kwargs: Any) -> Any:
     """Group normalization with a group for each channel."""
     channels = inputs.shape[channels_axis]
-    return group_norm(inputs, channels, channels_axis, **{"scope": "InstanceNorm", **kwargs})
+    return group_norm(inputs, channels, channels_axis, norm_type="InstanceNorm", **kwargs)
 
 
 # image_ops

@@ -319,7 +319,7 @@ class LAMBIpuOptimizer(keras.optimizers.Optimizer):
         at = self._get_variable_index(variable)
         mean, square = update_moments(self, self._moments[at], self._squares[at], gradient)
         update = mean / (ops.sqrt(square) + self.epsilon)
-        name = variable.path
+        name = self._trainable_variables[at].path
         if not any(re.search(pattern, name) for pattern in self.undecayed):
             update += self.weight_decay_rate * variable
         ratio = ops.cast(1.0, kind)

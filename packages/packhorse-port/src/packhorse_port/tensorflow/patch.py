@@ -13,7 +13,6 @@ import ast
 import io
 import tokenize
 from collections.abc import Iterator
-from typing import TypeGuard
 
 from packhorse_port.patch import (
     MARK,
@@ -288,7 +287,7 @@ class IpuScriptPatcher:
             return
         values = [known for name, known in assignments(self.tree) if name == dotted(value)]
         value = values[0] if len(values) == 1 else value
-        self.system = (self.line, value.value if _is_number(value) else None)
+        self.system = (self.line, _number(value))
 
     @staticmethod
     def method(node: ast.AST) -> str:
@@ -335,8 +334,7 @@ class IpuScriptPatcher:
         if not isinstance(call, ast.Call) or item.optional_vars is not None:
             return False
         if self.name(call.func) == "keras.ipu.PipelineStage" and call.args:
-            stage = call.args[0]
-            self.stages = max(self.stages, int(stage.value) + 1 if _is_number(stage) else 1)
+            self.stages = max(self.stages, (_number(call.args[0]) or 0) + 1)
         owner, _, last = dotted(call.func).rpartition(".")
         is_strategy = last == "scope" and owner in self.strategies - self.kept_strategies
         return is_strategy or self.name(call.func) in SCOPES
@@ -564,8 +562,11 @@ def _has_optimizer(call: ast.AST) -> bool:
     )
 
 
-def _is_number(node: ast.AST | None) -> TypeGuard[ast.Constant]:
-    return isinstance(node, ast.Constant) and isinstance(node.value, int)
+def _number(node: ast.AST | None) -> int | None:
+    """The value of an integer that is written out, else None."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    return None
 
 
 def _ends_header(line: bytes) -> bool:
