@@ -190,7 +190,9 @@ def test_lamb_leaves_out_what_is_named(ipu: Any, tf: Any) -> None:
                 update = update + 0.01 * w
                 ratio = np.linalg.norm(w) / np.linalg.norm(update)
             w -= 0.1 * ratio * update
-    assert near(variables[0].numpy(), weights[0]) and near(variables[1].numpy(), weights[1])
+    # 1 - 0.999 in 32 bits is known to four digits.
+    for variable, expected in zip(variables, weights, strict=True):
+        assert np.abs(variable.numpy() - expected).max() < 1e-5
 
 
 def test_scopes_and_settings_are_accepted_and_told(ipu: Any, tf: Any, capfd: Any) -> None:

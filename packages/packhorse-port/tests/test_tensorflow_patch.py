@@ -13,11 +13,12 @@ import pytest
 import packhorse_port.tensorflow as room
 from packhorse_port import notices
 from packhorse_port.check import examine
-from packhorse_port.patch import MARK, translate
+from packhorse_port.patch import MARK
+from packhorse_port.tensorflow.patch import translate, uses_ipu
 
 
 def patched(text: str) -> str:
-    completed = translate(dedent(text).encode(), "script.py")
+    completed = translate(dedent(text).encode())
     assert completed.untranslated == ()
     ast.parse(completed.text)
     return completed.text
@@ -112,7 +113,9 @@ def test_a_whole_script() -> None:
 
 def test_a_script_of_tensorflow_alone_stays_as_it_is() -> None:
     text = "import tensorflow as tf\nwith  tf.device('cpu') : print( 1 )\n"
-    assert translate(text.encode(), "a.py").text == text
+    assert translate(text.encode()).text == text and not uses_ipu(text.encode())
+    assert uses_ipu(b"import tensorflow as tf\ntf.keras.ipu.PipelineStage(0)\n")
+    assert not uses_ipu(b"not Python")
 
 
 def test_what_has_no_counterpart_is_kept_and_marked() -> None:
@@ -128,7 +131,7 @@ def test_what_has_no_counterpart_is_kept_and_marked() -> None:
             queue = ipu.ipu_outfeed_queue.IPUOutfeedQueue()
             strategy.run(step, [queue])
         """)
-    completed = translate(text.encode(), "script.py")
+    completed = translate(text.encode())
     replicas, queue = [reason for _, reason in completed.untranslated]
     assert replicas.startswith("4 replicas ran and added their gradients: multiply the batch size")
     assert queue.endswith("return the results of the tf.function; of a loop as a TensorArray")

@@ -131,8 +131,12 @@ def _check_output(out: Path, script: str, overwrite: bool) -> None:
 def _patch(source: bytes, script: str, out: Path) -> dict[str, object]:
     from packhorse.atomic import new_file
     from packhorse_port.patch import translate
+    from packhorse_port.tensorflow import patch as tensorflow
 
-    patched = translate(source, Path(script).name)
+    if tensorflow.uses_ipu(source):
+        patched = tensorflow.translate(source)
+    else:
+        patched = translate(source, Path(script).name)
     with new_file(out) as file:
         file.write(patched.text.encode("utf-8"))
     for line, reason in patched.untranslated:

@@ -112,16 +112,12 @@ class PatchedScript:
 
 
 def translate(source: bytes, name: str) -> PatchedScript:
-    """Translate a PopTorch script to plain PyTorch, or one for TensorFlow to plain TensorFlow."""
+    """Translate a PopTorch script to plain PyTorch."""
     try:
         text = decode_source(source)
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
         raise InputError(f"{name} cannot be parsed as Python: {error}") from error
-    from packhorse_port.tensorflow import patch as tensorflow
-
-    if tensorflow.uses_ipu(tree):
-        return tensorflow.translate(text, tree)
     script = ScriptPatcher(SourceText(text), tree, NameOrigins(tree))
     for body in bodies(tree):
         deleted = [statement for statement in body if script.statement(statement)]

@@ -185,6 +185,7 @@ EMULATED = {
     "ipu_tensorflow_addons.keras.optimizers.AdamIpuOptimizer": "Adam, with the SDK's epsilon",
     "ipu_tensorflow_addons.keras.optimizers.LAMBIpuOptimizer": "LAMB",
     "keras.ipu": "additions of the IPU to Keras",
+    "keras.ipu.ALSOptimizer": "Keras's LossScaleOptimizer, which adapts to overflow",
     "keras.ipu.optimizers": "an optimizer",
     "keras.ipu.optimizers.ALSOptimizer": "Keras's LossScaleOptimizer, which adapts to overflow",
     "keras.ipu.PipelineStage": "assigns layers to stages; they run one after the other",

@@ -105,8 +105,8 @@ class MapGradientOptimizer(IpuOptimizer):
         ]
 
 
-class GradientAccumulationOptimizerV2(IpuOptimizer):
-    """Applies the gradients of several calls at once."""
+class AccumulatingOptimizer(IpuOptimizer):
+    """Abstract: applies the gradients of several calls at once."""
 
     def __init__(
         self,
@@ -159,12 +159,16 @@ class GradientAccumulationOptimizerV2(IpuOptimizer):
             return tf.cond(tf.equal(calls % self._batches, 0), apply, tf.no_op)
 
 
-class CrossReplicaGradientAccumulationOptimizerV2(GradientAccumulationOptimizerV2):
+class GradientAccumulationOptimizerV2(AccumulatingOptimizer):
+    """Adds or averages gradients."""
+
+
+class CrossReplicaGradientAccumulationOptimizerV2(AccumulatingOptimizer):
     """Accumulates gradients, then averages them over replicas, of which there is one."""
 
 
-class GradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
-    """The older form, which adds."""
+class OlderAccumulatingOptimizer(AccumulatingOptimizer):
+    """Abstract: the older form, which adds."""
 
     def __init__(
         self, opt: Any, num_mini_batches: int, verify_usage: bool = True, name: str | None = None
@@ -172,8 +176,12 @@ class GradientAccumulationOptimizer(GradientAccumulationOptimizerV2):
         super().__init__(opt, num_mini_batches, name=name)
 
 
-class CrossReplicaGradientAccumulationOptimizer(GradientAccumulationOptimizer):
-    """The older form over replicas, of which there is one."""
+class GradientAccumulationOptimizer(OlderAccumulatingOptimizer):
+    """Adds gradients."""
+
+
+class CrossReplicaGradientAccumulationOptimizer(OlderAccumulatingOptimizer):
+    """Adds gradients, then averages them over replicas, of which there is one."""
 
 
 # Of ipu_tensorflow_addons
@@ -380,6 +388,7 @@ PROVIDES = {
         CrossReplicaGradientAccumulationOptimizerV2,
     ),
     "ipu.gradient_accumulation": (GradientAccumulationReductionMethod,),
+    "keras.ipu": (ALSOptimizer,),
     "keras.ipu.optimizers": (ALSOptimizer,),
     "ipu_tensorflow_addons.keras.optimizers": (
         IpuOptimizerBase,

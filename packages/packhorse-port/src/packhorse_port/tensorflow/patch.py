@@ -13,6 +13,7 @@ import ast
 import io
 import tokenize
 from collections.abc import Iterator
+from importlib.util import decode_source
 
 from packhorse_port.patch import (
     MARK,
@@ -150,8 +151,12 @@ ADVICE = {
 }
 
 
-def uses_ipu(tree: ast.AST) -> bool:
-    """Whether a script uses a module of TensorFlow's for the IPU."""
+def uses_ipu(source: bytes) -> bool:
+    """Whether a script uses a module of TensorFlow's for the IPU; not if it cannot be parsed."""
+    try:
+        tree = ast.parse(decode_source(source))
+    except (SyntaxError, ValueError):
+        return False
     origins = NameOrigins(tree)
     paths = [*origins.imported.values()]
     paths += [
@@ -162,9 +167,11 @@ def uses_ipu(tree: ast.AST) -> bool:
     return any(map(short_name, paths))
 
 
-def translate(source: str, tree: ast.Module) -> PatchedScript:
+def translate(source: bytes) -> PatchedScript:
     """Translate a script for TensorFlow on IPUs to plain TensorFlow."""
-    script = IpuScriptPatcher(SourceText(source), tree)
+    text = decode_source(source)
+    tree = ast.parse(text)
+    script = IpuScriptPatcher(SourceText(text), tree)
     script.block(tree.body)
     script.report_replicas()
     untranslated = sorted(dict.fromkeys(script.untranslated), key=lambda entry: entry[0])
