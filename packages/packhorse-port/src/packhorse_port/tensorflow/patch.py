@@ -24,7 +24,7 @@ from packhorse_port.patch import (
     statement_parts,
 )
 from packhorse_port.syntax import NameOrigins, Untranslatable, assignments, dotted
-from packhorse_port.tensorflow.names import CONFIGS, METHODS, NAMES, short_name, shorter_name
+from packhorse_port.tensorflow.names import CONFIGS, METHODS, lookup, short_name, shorter_name
 
 STRATEGIES = (
     "ipu.ipu_strategy.IPUStrategy",
@@ -102,6 +102,13 @@ OPERATIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
         "",
     ),
 }
+# Functions that are passed on instead of called
+FUNCTIONS = {
+    "ipu.nn_ops.gelu": "lambda x: {tf}.nn.gelu(x, approximate=True)",
+    "ipu.nn_ops.swish": "{tf}.nn.silu",
+    "ipu.nn_ops.softmax": "{tf}.nn.softmax",
+    "ipu.embedding_ops.embedding_lookup": "{tf}.gather",
+}
 SCOPES = {
     "keras.ipu.PipelineStage",
     "ipu.scopes.ipu_scope",
@@ -124,12 +131,17 @@ KERAS = {
     f"{LAYERS}.PopnnLSTM": "layers.LSTM",
     f"{LAYERS}.GRU": "layers.GRU",
     f"{LAYERS}.PopnnGRU": "layers.GRU",
+    f"{LAYERS}.SerialDense": "layers.Dense",
     f"{OPTIMIZERS}.SGDIpuOptimizer": "optimizers.SGD",
     f"{OPTIMIZERS}.AdamIpuOptimizer": "optimizers.Adam",
     f"{OPTIMIZERS}.IpuOptimizerBase": "optimizers.Optimizer",
 }
+POSITIONAL = {
+    f"{LAYERS}.SerialDense": ("units", "serialization_factor", "serialization_dimension"),
+}
 IPU_ARGUMENTS = (
     "serialization_factor",
+    "serialization_dimension",
     "partials_dtype",
     "options",
     "options_bwd",
@@ -314,7 +326,12 @@ class IpuScriptPatcher:
             and isinstance(statement.value, ast.Call)
             and dotted(statement.value.func) == f"{model}.compile"
         ]
-        if steps is None or not compiling or not _has_optimizer(compiling[0].value):
+        if (
+            steps is None
+            or _number(steps) == 1
+            or not compiling
+            or not _has_optimizer(compiling[0].value)
+        ):
             return True
         count = ast.unparse(steps)
         method = words.get("gradient_accumulation_reduction_method", ast.Constant("sum"))
@@ -443,6 +460,10 @@ class IpuScriptPatcher:
         if isinstance(node, ast.Call):
             return self.call(node)
         if isinstance(node, ast.Attribute | ast.Name) and (name := self.name(node)):
+            if name in FUNCTIONS:
+                self.needs_tensorflow = True
+                self.text.replace_node(node, FUNCTIONS[name].format(tf=self.tf))
+                return []
             if name in KERAS:
                 if isinstance(node, ast.Attribute):  # a name was imported from Keras
                     self.replace_name(node, f"keras.{KERAS[name]}")
@@ -476,7 +497,7 @@ class IpuScriptPatcher:
         if name in OPERATIONS:
             return self.operation(node, name)
         if name in KERAS:
-            arguments = CallArguments(self.text, node, ())
+            arguments = CallArguments(self.text, node, POSITIONAL.get(name, ()))
             arguments.drop(*IPU_ARGUMENTS)
             return [node.func, *arguments.write()]
         return list(ast.iter_child_nodes(node))
@@ -558,8 +579,10 @@ def _advice(name: str) -> str:
     for prefix, text in ADVICE.items():
         if name.startswith(prefix):
             return f"{name}: {text}"
-    entry = NAMES.get(name)
-    return f"{name}: {entry.meaning}" if entry and entry.kind == "fails" else f"{name} is the IPU's"
+    entry = lookup(name)
+    if entry.kind == "fails":
+        return f"{name}: {entry.meaning}"
+    return f"{name} is for an IPU: delete it, or write it in TensorFlow"
 
 
 def _has_optimizer(call: ast.AST) -> bool:
