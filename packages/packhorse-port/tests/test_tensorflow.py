@@ -412,3 +412,25 @@ def test_without_tensorflow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(room, "LAST_PYTHON", (3, 10))
     with pytest.raises(InputError, match=r"up to Python 3\.10 only; this is .* with Python 3\.10"):
         room.install()
+
+
+def test_asynchronous_callbacks_are_called_after_each_step(ipu: Any) -> None:
+    """With the same weights as after whole executions, accumulated gradients and all."""
+    calls: dict[bool, list[int]] = {False: [], True: []}
+    results = []
+    for asynchronous, steps in calls.items():
+        keras().utils.set_random_seed(1)
+        with strategy(ipu).scope():
+            model = network()
+            model.set_gradient_accumulation_options(gradient_accumulation_steps_per_replica=2)
+            model.set_asynchronous_callbacks(asynchronous=asynchronous)
+            ready(model, execution=4)
+            record = keras().callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs, steps=steps: steps.append(batch)
+            )
+            model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[record])
+            assert model.steps_per_execution == 4
+        results.append(weights(model))
+    assert calls == {False: [3, 7], True: list(range(8))}
+    assert far(*results) == 0.0
+    assert not notices.logged()

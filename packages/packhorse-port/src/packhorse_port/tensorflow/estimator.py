@@ -20,7 +20,6 @@ import inspect
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -463,7 +462,7 @@ class IPUEstimator:
         flat = tf.nest.flatten(example)
         signature = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in flat]
         wrapped = tf.compat.v1.wrap_function(build, signature)
-        # A session reads a metric's variables where this feeds and fetches tensors.
+        # What no output needs is not run, as by a session that fetches them.
         pruned = wrapped.prune(inputs, tf.nest.flatten(outputs[0]))
 
         def run(element: Any) -> Any:
@@ -578,8 +577,6 @@ def _updates(metrics: dict[str, Any]) -> dict[str, Any]:
 
 class IPULoggingTensorHook:
     """Logs tensors during training: no effect, because there is no session."""
-
-    LoggingMode = SimpleNamespace(ALL="all", LAST="last")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.arguments = args, kwargs

@@ -246,6 +246,7 @@ class ModelExtension:
     device_mapping: Sequence[int] = ()
     stages: list[LayerPipelineStageAssignment] | None = None
     pipelining: bool = False
+    asynchronous: bool = False  # callbacks are called after each step
     built: tuple[int, int, str] | None = None  # replicas, steps, reduction of the train function
 
 
@@ -302,11 +303,8 @@ def set_gradient_accumulation_options(
 
 
 def set_asynchronous_callbacks(self: Any, asynchronous: bool = False) -> None:
-    """Whether callbacks run after each step of an execution: here they do not."""
-    _require_ipu_model(self, "set_asynchronous_callbacks")
-    if asynchronous:
-        text = "callbacks are called after each execution of steps_per_execution steps"
-        log_once("set_asynchronous_callbacks", f"set_asynchronous_callbacks has no effect: {text}")
+    """Whether callbacks are called after each step instead of each execution."""
+    _require_ipu_model(self, "set_asynchronous_callbacks").asynchronous = bool(asynchronous)
 
 
 def set_infeed_queue_options(self: Any, **kwargs: Any) -> None:

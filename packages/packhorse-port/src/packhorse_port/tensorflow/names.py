@@ -194,6 +194,7 @@ EMULATED = {
     "keras.ipu.ModelLayerPipelineStageAssignment": "a layer and its stage",
     "Model.set_pipelining_options": "accumulates gradients",
     "Model.set_gradient_accumulation_options": "accumulates gradients",
+    "Model.set_asynchronous_callbacks": "steps run one by one, a callback after each",
     "Model.set_pipeline_stage_assignment": "assigns layers to stages; they run one after the other",
     "Model.get_pipeline_stage_assignment": "the stages of layers",
     "Model.reset_pipeline_stage_assignment": "clears them",
@@ -201,7 +202,6 @@ EMULATED = {
 }
 ONE_DEVICE = "there is one device"
 IGNORED = {
-    "Model.set_asynchronous_callbacks": "callbacks are called after each execution",
     "Model.set_infeed_queue_options": "fit reads the data set itself",
     "Model.set_outfeed_queue_options": "fit returns its results itself",
     "ipu.scopes": "where and how an IPU runs operations",
