@@ -568,10 +568,7 @@ def _call(function: Function, **available: Any) -> Any:
 def _updates(metrics: dict[str, Any]) -> dict[str, Any]:
     """A tensor for each metric: of a pair (value, update) the update, which returns the value."""
     return {
-        name: value[1]
-        if isinstance(value, tuple)
-        else getattr(value, "result", lambda v=value: v)()
-        for name, value in metrics.items()
+        name: value[1] if isinstance(value, tuple) else value for name, value in metrics.items()
     }
 
 
