@@ -9,11 +9,12 @@ script that is listed with an error must end with it. When all have run, the tab
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,16 +76,29 @@ def outcomes() -> Iterator[dict[PublicScript, Outcome]]:
         TABLE.write_text(text + MARKER + document(outcomes), "utf-8")
 
 
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """A working folder for the scripts of each folder, so that one finds what another saved."""
+
+    @functools.cache
+    def folder(parent: Path) -> Path:
+        return tmp_path_factory.mktemp(parent.name)
+
+    return folder
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("public", SCRIPTS, ids=lambda public: Path(public.path).stem)
 def test_a_public_script(
-    public: PublicScript, outcomes: dict[PublicScript, Outcome], tmp_path: Path
+    public: PublicScript,
+    outcomes: dict[PublicScript, Outcome],
+    work: Callable[[Path], Path],
 ) -> None:
     variable = VARIABLES[public.repository]
     if not os.environ.get(variable):
         pytest.skip(f"{variable} names no folder: clone graphcore/{public.repository}")
     path = Path(os.environ[variable]).resolve() / public.path
-    completed = run(path, public.arguments, tmp_path)
+    completed = run(path, public.arguments, work(path.parent))
     outcomes[public] = Outcome(examine(path.read_bytes(), path), completed.returncode == 0)
     if public.error:
         assert completed.returncode and public.error in completed.stderr
@@ -93,7 +107,7 @@ def test_a_public_script(
 
 
 def run(path: Path, arguments: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
-    """The script by a Python of its own, in an empty folder."""
+    """The script by a Python of its own, in a folder."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(
             [script.STARTUP_FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])]
