@@ -218,6 +218,10 @@ def test_check_knows_the_names(tmp_path: Any) -> None:
         ipu.cross_replica_ops.cross_replica_sum(1)
         ipu.embedded_runtime.embedded_runtime_start("a", [], "b")
         ipu.nn_ops.gelo(1)
+        cfg.device_connection.type = ipu.config.DeviceConnectionType.PRE_COMPILE
+        if waits:
+            cfg.device_connection.type = ipu.config.DeviceConnectionType.NEVER
+        from keras.optimizer_v2 import optimizer_v2
         """)
     found = {
         (finding.line, finding.kind, finding.name)
@@ -233,4 +237,7 @@ def test_check_knows_the_names(tmp_path: Any) -> None:
         (8, "emulated", "ipu.cross_replica_ops.cross_replica_sum"),
         (9, "fails", "ipu.embedded_runtime.embedded_runtime_start"),
         (10, "fails", "ipu.nn_ops.gelo"),
+        (11, "fails", "IPUConfig.device_connection.type"),
+        (13, "emulated", "IPUConfig.device_connection.type"),
+        (14, "fails", "keras.optimizer_v2"),
     } <= found

@@ -160,6 +160,9 @@ def _module(name: str, folder: Path) -> Name:
         return _poptorch_module(name)
     if top in SDK:
         return Name("fails", SDK[top])
+    for module, meaning in tensorflow.KERAS_2.items():
+        if name == module or name.startswith(f"{module}."):
+            return Name("fails", meaning)
     if top == "__future__" or top in sys.stdlib_module_names:
         return Name("as is", "Python's own")
     if find_spec(top):
@@ -177,7 +180,8 @@ def _ipu_module(name: str) -> Name:
 
 
 def _ipu_uses(tree: ast.Module, origins: NameOrigins) -> Iterator[Finding]:
-    for line, name, entry in tensorflow.uses(tree, origins):
+    uses = [*tensorflow.uses(tree, origins), *tensorflow.refused_connections(tree)]
+    for line, name, entry in uses:
         yield Finding(line, entry.kind, name, entry.meaning)
 
 

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from packhorse_port.names import Name, nearest
-from packhorse_port.syntax import NameOrigins, assignments, dotted
+from packhorse_port.syntax import NameOrigins, assignments, dotted, statements
 from packhorse_port.tensorflow import config, extensions
 from packhorse_port.tensorflow.config import EFFECTIVE, NO_EFFECT, SETTINGS, setting_paths
 
@@ -320,6 +320,12 @@ PREFIXES = {
     "ipu_tensorflow_addons": "ipu_tensorflow_addons",
     "popdist": "popdist",
 }
+RUN_NOTHING = ("NEVER", "PRE_COMPILE")
+# Modules of Keras 2 that scripts import, and what to write instead
+KERAS_2 = {
+    "keras.optimizer_v2": "a module of Keras 2; write keras.optimizers",
+    "keras.engine": "a module of Keras 2; write keras.layers or keras.models",
+}
 CONFIGS = ("ipu.config.IPUConfig", "ipu.utils.IPUConfig")
 METHODS = {name.partition(".")[2]: name for name in NAMES if name.startswith("Model.")}
 ENUMS = {
@@ -390,6 +396,17 @@ def uses(tree: ast.AST, origins: NameOrigins) -> Iterator[IpuUse]:
             while isinstance(node, ast.Attribute):
                 node = node.value
         pending += ast.iter_child_nodes(node)
+
+
+def refused_connections(tree: ast.AST) -> Iterator[IpuUse]:
+    """Assignments of a connection that runs nothing, where the script always makes them."""
+    for node, is_conditional in statements(tree):
+        if is_conditional or not isinstance(node, ast.Assign):
+            continue
+        kind = dotted(node.value).rpartition(".")[2]
+        if dotted(node.targets[0]).endswith(".device_connection.type") and kind in RUN_NOTHING:
+            text = f"{kind} compiles for an IPU and runs nothing; set it to ON_DEMAND"
+            yield IpuUse(node.lineno, "IPUConfig.device_connection.type", Name("fails", text))
 
 
 def _used_name(node: ast.Attribute, origins: NameOrigins, config_variables: set[str]) -> str:
