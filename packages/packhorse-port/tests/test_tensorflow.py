@@ -283,7 +283,7 @@ class Ways:
         model.fit(X, Y, batch_size=8, verbose=0)
 
     def absent(self, ipu: Any) -> Any:
-        ipu.ipu_infeed_queue.IPUInfeedQueue(None)
+        ipu.embedded_runtime.embedded_runtime_start(None)
 
     def old(self, ipu: Any) -> Any:
         ipu.utils.create_ipu_config()
@@ -304,7 +304,7 @@ WRONG = {
     "left_out": "call it under a PipelineStage too",
     "argument": "the nearest is gradient_accumulation_steps_per_replica",
     "late": "call model.compile again",
-    "absent": "iterate over the tf.data.Dataset",
+    "absent": "an IPU's program cannot run; load the model and call it",
     "old": "write ipu.config.IPUConfig()",
     "served": "use model.export(folder)",
 }
@@ -338,6 +338,7 @@ def test_too_few_samples_for_the_replicas_and_some_left_over(ipu: Any) -> None:
 
 def test_every_name_of_the_table_is_there_or_says_why(ipu: Any) -> None:
     homes = {"ipu": ipu, "keras": keras(), "Model": keras().Model}
+    homes |= {name: sys.modules[name] for name in ("popdist", "ipu_tensorflow_addons")}
     for name in [*EMULATED, *FAILS]:
         first, *rest = name.split(".")
         value = homes[first]
@@ -411,3 +412,25 @@ def test_without_tensorflow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(room, "LAST_PYTHON", (3, 10))
     with pytest.raises(InputError, match=r"up to Python 3\.10 only; this is .* with Python 3\.10"):
         room.install()
+
+
+def test_asynchronous_callbacks_are_called_after_each_step(ipu: Any) -> None:
+    """With the same weights as after whole executions, accumulated gradients and all."""
+    calls: dict[bool, list[int]] = {False: [], True: []}
+    results = []
+    for asynchronous, steps in calls.items():
+        keras().utils.set_random_seed(1)
+        with strategy(ipu).scope():
+            model = network()
+            model.set_gradient_accumulation_options(gradient_accumulation_steps_per_replica=2)
+            model.set_asynchronous_callbacks(asynchronous=asynchronous)
+            ready(model, execution=4)
+            record = keras().callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs, steps=steps: steps.append(batch)
+            )
+            model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[record])
+            assert model.steps_per_execution == 4
+        results.append(weights(model))
+    assert calls == {False: [3, 7], True: list(range(8))}
+    assert far(*results) == 0.0
+    assert not notices.logged()

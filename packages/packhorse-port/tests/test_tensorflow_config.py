@@ -130,15 +130,15 @@ def test_check_tells_of_every_use() -> None:
         (8, "emulated", "IPUConfig.device_connection.type"),
         (8, "fails", "ipu.config.DeviceConnectionType.ONDEMAND"),
         (10, "emulated", "keras.ipu.PipelineStage"),
-        (11, "fails", "ipu.loops.repeat"),
-        (12, "fails", "keras.ipu.ALSOptimizer"),
+        (11, "emulated", "ipu.loops.repeat"),
+        (12, "emulated", "keras.ipu.ALSOptimizer"),
         (13, "ignored", "Model.set_outfeed_queue_options"),
         (14, "fails", "ipu.utils.get_ipu_configs"),
     ]
     meanings = {item.name: item.entry.meaning for item in actual}
     assert "IPUConfig.auto_select_ipus" in meanings["IPUConfig.auto_select_ipu"]
     assert "ON_DEMAND" in meanings["ipu.config.DeviceConnectionType.ONDEMAND"]
-    assert "steps_per_execution" in meanings["ipu.loops.repeat"]
+    assert "tf.while_loop" in meanings["ipu.loops.repeat"]
 
 
 def test_tensorflow_is_not_imported_before_it_is_used() -> None:

@@ -157,13 +157,16 @@ def _module(name: str, folder: Path) -> Name:
     if name in POPDIST:
         return Name("emulated", POPDIST[name])
     if name.startswith(IPU_MODULES):
-        return _ipu_module(top, name)
+        return _ipu_module(name)
     if (folder / f"{top}.py").exists() or (folder / top).is_dir():
         return Name("as is", "a file of yours")
     if top == "poptorch":
         return _poptorch_module(name)
     if top in SDK:
         return Name("fails", SDK[top])
+    for module, meaning in tensorflow.KERAS_2.items():
+        if name == module or name.startswith(f"{module}."):
+            return Name("fails", meaning)
     if top == "__future__" or top in sys.stdlib_module_names:
         return Name("as is", "Python's own")
     if find_spec(top):
@@ -173,14 +176,16 @@ def _module(name: str, folder: Path) -> Name:
     return Name("fails", f"not installed: {install_line(name)}")
 
 
-def _ipu_module(top: str, name: str) -> Name:
+def _ipu_module(name: str) -> Name:
+    top = "keras" if name.startswith("keras.") else "tensorflow"
     if not find_spec(top):
         return Name("fails", f"{top} is not installed: pip install 'packhorse[{EXTRAS[top]}]'")
     return tensorflow.lookup(tensorflow.short_name(name))
 
 
 def _ipu_uses(tree: ast.Module, origins: NameOrigins) -> Iterator[Finding]:
-    for line, name, entry in tensorflow.uses(tree, origins):
+    uses = [*tensorflow.uses(tree, origins), *tensorflow.refused_connections(tree)]
+    for line, name, entry in uses:
         yield Finding(line, entry.kind, name, entry.meaning)
 
 

@@ -36,7 +36,7 @@ def port(
         bool, SWITCH, Parameter(help="Report what would happen, line by line.")
     ] = False,
     patch: Annotated[
-        Path | None, Parameter(help="Write an equivalent plain PyTorch script.")
+        Path | None, Parameter(help="Write an equivalent plain script, for PyTorch or TensorFlow.")
     ] = None,
     overwrite: Annotated[bool, SWITCH, Parameter(help="Replace an existing file.")] = False,
     quiet: Annotated[bool, SWITCH, Parameter(help="No notices, no summary at the end.")] = False,
@@ -56,7 +56,8 @@ def port(
 
     --check runs nothing and lists what runs as is, what is emulated, what is
     ignored and what will fail (then the exit code is 1). --patch writes a
-    script that needs neither PopTorch nor Packhorse.
+    script that needs neither PopTorch nor Packhorse; of one for TensorFlow it
+    writes plain TensorFlow.
 
     Try:
       packhorse port train.py --epochs 3
@@ -130,8 +131,12 @@ def _check_output(out: Path, script: str, overwrite: bool) -> None:
 def _patch(source: bytes, script: str, out: Path) -> dict[str, object]:
     from packhorse.atomic import new_file
     from packhorse_port.patch import translate
+    from packhorse_port.tensorflow import patch as tensorflow
 
-    patched = translate(source, Path(script).name)
+    if tensorflow.uses_ipu(source):
+        patched = tensorflow.translate(source)
+    else:
+        patched = translate(source, Path(script).name)
     with new_file(out) as file:
         file.write(patched.text.encode("utf-8"))
     for line, reason in patched.untranslated:

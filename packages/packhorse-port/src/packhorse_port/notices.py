@@ -108,7 +108,9 @@ def input_error(text: str) -> errors.InputError:
 def _is_skipped(module: str, path: str) -> bool:
     if module != "__main__" and module.split(".")[0] in LIBRARIES:
         return True
-    return path.startswith((*OWN_FOLDERS, "<frozen"))
+    # TensorFlow's AutoGraph runs a translated copy of the script's functions.
+    is_translated = os.path.basename(path).startswith("__autograph_generated_file")
+    return is_translated or path.startswith((*OWN_FOLDERS, "<frozen"))
 
 
 # The summary. All that it needs is imported at the top: importing at exit makes Python forget that

@@ -38,7 +38,13 @@ PORT = "packhorse_port"
 TORCHVISION = "packhorse_port.torchvision"
 TENSORFLOW = "packhorse_port.tensorflow"
 POPDIST = "packhorse_port.popdist"
-IPU_MODULES = ("tensorflow.python.ipu", "tensorflow.keras.ipu", "keras.ipu")
+IPU_MODULES = (
+    "tensorflow.python.ipu",
+    "tensorflow.keras.ipu",
+    "keras.ipu",
+    "ipu_tensorflow_addons",
+    "popdist",
+)
 
 # Modules of the SDK that are not provided, and what to do instead.
 SDK = {

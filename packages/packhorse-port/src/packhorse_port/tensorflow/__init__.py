@@ -24,11 +24,17 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from packhorse.errors import InputError, MissingExtra
+from packhorse_port import popdist
 from packhorse_port.names import nearest
 from packhorse_port.notices import line_prefix
-from packhorse_port.tensorflow.names import FAILS, NAMES
+from packhorse_port.tensorflow.names import FAILS, NAMES, shorter_name
 
-HOMES = {"ipu": "tensorflow.python.ipu", "keras.ipu": "tensorflow.keras.ipu"}
+HOMES = {
+    "ipu": "tensorflow.python.ipu",
+    "keras.ipu": "tensorflow.keras.ipu",
+    "ipu_tensorflow_addons": "ipu_tensorflow_addons",
+    "popdist": "popdist",
+}
 KERAS = ("keras", "tensorflow.keras", "keras._tf_keras.keras")
 XLA_FLAGS = "TF_XLA_FLAGS"
 LAST_PYTHON = (3, 13)  # that the extra `tensorflow` installs it for
@@ -53,6 +59,7 @@ def install() -> None:
     # `tf.keras`, `import tensorflow.keras` and `import keras` are three modules of one Keras.
     packages = [import_module(name) for name in KERAS]
     _extend_keras(packages)
+    _extend_tensorflow()
     sys.modules |= modules()
     sys.modules["keras.ipu"] = sys.modules[HOMES["keras.ipu"]]
     python.__dict__["ipu"] = sys.modules[HOMES["ipu"]]
@@ -75,26 +82,65 @@ def _extend_keras(packages: list[ModuleType]) -> None:
         setattr(model, wrap.__name__, wrap(getattr(model, wrap.__name__)))
     keras_compat.install(packages)
     keras_compat.install_local_datasets(packages)
+    keras_compat.install_old_modules()
+
+
+def _extend_tensorflow() -> None:
+    import tensorflow as tf
+    from tensorflow.python.autograph.core import config as autograph
+    from tensorflow.python.eager import def_function
+
+    from packhorse_port.tensorflow.strategy import without_xla
+
+    function = without_xla(tf.function)
+    for module in (tf, tf.compat.v2, def_function):
+        module.__dict__["function"] = function
+    if not hasattr(tf, "estimator"):
+        from packhorse_port.tensorflow.estimator import EstimatorSpec, ModeKeys
+
+        estimator = ModuleType("tensorflow.estimator", "What is left of tf.estimator")
+        estimator.__dict__.update(EstimatorSpec=EstimatorSpec, ModeKeys=ModeKeys)
+        tf.__dict__["estimator"] = tf.compat.v1.__dict__["estimator"] = estimator
+    # AutoGraph translates the script's functions, and would translate ours.
+    own = autograph.DoNotConvert("packhorse_port")
+    autograph.CONVERSION_RULES = (own, *autograph.CONVERSION_RULES)
 
 
 def modules() -> dict[str, ModuleType]:
     """Every module of the table, with its contents, by its full name."""
     provided = {name.rpartition(".")[0] for name in NAMES} & NAMES.keys()
     missing_modules = {
-        name for name in FAILS if name.rpartition(".")[0] in HOMES and name.islower()
+        name for name in FAILS if name.rpartition(".")[0] in (*HOMES, "ipu.ops") and name.islower()
     }
     created = {name: _module(name) for name in provided | missing_modules}
+    created["popdist"] = popdist  # PopTorch's too
+    for name in list(created):  # the same module under both of its names
+        if (short := shorter_name(name)) in created:
+            created[short] = created[name]
     absent = {name: MissingName(name) for name in FAILS if name.rpartition(".")[0] in created}
     for name, value in {**absent, **_values(), **created}.items():
         parent, _, last = name.rpartition(".")
         if parent in created:
             setattr(created[parent], last, value)
-    return {module.__name__: module for module in created.values()}
+    return {_full_name(name): module for name, module in created.items()}
 
 
 def _values() -> dict[str, Any]:
     """The objects of the emulated names."""
-    from packhorse_port.tensorflow import config, extensions, strategy
+    from packhorse_port.tensorflow import (
+        addons,
+        config,
+        distributed,
+        estimator,
+        extensions,
+        loops,
+        operations,
+        optimizers,
+        pipelining,
+        queues,
+        scopes,
+        strategy,
+    )
 
     values: dict[str, Any] = {
         f"ipu.{module}.{name}": getattr(config, name)
@@ -102,24 +148,30 @@ def _values() -> dict[str, Any]:
         for name in vars(config)
         if f"ipu.{module}.{name}" in NAMES
     }
+    sources = (distributed, estimator, loops, operations, optimizers, pipelining, queues, scopes)
+    for source in sources:
+        for module, provided in source.PROVIDES.items():
+            values |= {f"{module}.{value.__name__}": value for value in provided}
     values["ipu.utils.get_num_of_ipus_in_device"] = lambda device="", session=None: config.ipus()
+    values["ipu.outlined_function"] = operations.outlined_function
     for name in ("IPUStrategy", "IPUStrategyV1"):
         values[f"ipu.ipu_strategy.{name}"] = strategy.IPUStrategy
-    for module in ("ipu.ops.pipelining_ops", "ipu.pipelining_ops"):
-        for value in (extensions.PipelineSchedule, extensions.RecomputationMode):
-            values[f"{module}.{value.__name__}"] = value
-    method = extensions.GradientAccumulationReductionMethod
-    values[f"ipu.gradient_accumulation.{method.__name__}"] = method
     values["keras.ipu.PipelineStage"] = extensions.PipelineStage
     for kind in ("Functional", "Sequential", "Model"):
         name = f"keras.ipu.{kind}LayerPipelineStageAssignment"
         values[name] = extensions.LayerPipelineStageAssignment
+    for name, layer in addons.LAYERS.items():
+        values[f"ipu_tensorflow_addons.keras.layers.{name}"] = layer
     return values
 
 
-def _module(short: str) -> ModuleType:
+def _full_name(short: str) -> str:
     home = next(home for home in HOMES if short == home or short.startswith(f"{home}."))
-    module = ModuleType(HOMES[home] + short.removeprefix(home), f"{short}, by packhorse_port")
+    return HOMES[home] + short.removeprefix(home)
+
+
+def _module(short: str) -> ModuleType:
+    module = ModuleType(_full_name(short), f"{short}, by packhorse_port")
     module.__path__ = []  # a package, so that modules within it can be imported
 
     def __getattr__(name: str) -> Any:

@@ -43,6 +43,13 @@ class RecomputationMode(Enum):
     RecomputeAndBackpropagateInterleaved = 2
 
 
+class IPUOutfeedMode(Enum):
+    """What an outfeed's `dequeue` returns: all elements, or the last one."""
+
+    ALL = "all"
+    LAST = "get_last"
+
+
 class GradientAccumulationReductionMethod(Enum):
     """How the gradients of several steps are combined."""
 
@@ -217,7 +224,7 @@ IGNORED = {
     "weight_update_poplar_options": "it is for the IPU's compiler",
     "gradient_accumulation_dtype": "gradients are accumulated in their own type",
     "gradient_accumulation_for_captured_grads": "gradients are not captured",
-    "accumulate_outfeed_dtype": "there is no outfeed",
+    "accumulate_outfeed_dtype": "results are accumulated in their own type",
     "dtype": "gradients are accumulated in their own type",
     "use_v2_gradient_accumulation_optimizer": "Keras's optimizer accumulates",
     "verify_usage": "Keras's optimizer accumulates",
@@ -239,6 +246,7 @@ class ModelExtension:
     device_mapping: Sequence[int] = ()
     stages: list[LayerPipelineStageAssignment] | None = None
     pipelining: bool = False
+    asynchronous: bool = False  # callbacks are called after each step
     built: tuple[int, int, str] | None = None  # replicas, steps, reduction of the train function
 
 
@@ -295,11 +303,8 @@ def set_gradient_accumulation_options(
 
 
 def set_asynchronous_callbacks(self: Any, asynchronous: bool = False) -> None:
-    """Whether callbacks run after each step of an execution: here they do not."""
-    _require_ipu_model(self, "set_asynchronous_callbacks")
-    if asynchronous:
-        text = "callbacks are called after each execution of steps_per_execution steps"
-        log_once("set_asynchronous_callbacks", f"set_asynchronous_callbacks has no effect: {text}")
+    """Whether callbacks are called after each step instead of each execution."""
+    _require_ipu_model(self, "set_asynchronous_callbacks").asynchronous = bool(asynchronous)
 
 
 def set_infeed_queue_options(self: Any, **kwargs: Any) -> None:

@@ -12,7 +12,9 @@ digits are to replace them, those are used and that is logged.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from packhorse_port.torchvision import files
 
 Method = Callable[..., Any]
 QUEUE_ARGUMENTS = ("max_queue_size", "workers", "use_multiprocessing")
+OLD_DATASETS = ("mnist", "fashion_mnist", "cifar10", "cifar100", "imdb", "reuters")
 MODEL_EXTENSION = ".keras"
 WEIGHTS_EXTENSION = ".weights.h5"
 MODEL_EXTENSIONS = (".keras", ".h5", ".hdf5")
@@ -49,6 +52,15 @@ def install(packages: Iterable[Any]) -> None:
     modules: list[Any] = [keras.saving, *(package.models for package in packages)]
     for module in modules:
         module.load_model = load_model
+
+
+def install_old_modules() -> None:
+    """`tensorflow.python.keras.datasets`, which TensorFlow no longer has."""
+    old = "tensorflow.python.keras.datasets"
+    if importlib.util.find_spec(old) is None:
+        sys.modules[old] = keras.datasets
+        for name in OLD_DATASETS:
+            sys.modules[f"{old}.{name}"] = getattr(keras.datasets, name)
 
 
 def without_queue(original: Method) -> Method:

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ def fit(original: Method) -> Method:
         arguments |= _validation(arguments, replicas) | _as_arguments(data, "steps_per_epoch")
         _set_accumulation(self.optimizer, accumulation)
         _rebuild_if_changed(self, (replicas, accumulation, extension(self).reduction))
-        with strategy.scope():
+        with strategy.scope(), callbacks_of_steps(self):
             return original(self, **arguments)
 
     return fit
@@ -131,8 +132,27 @@ def _run(original: Method, model: Any, strategy: IPUStrategy, args: Any, kwargs:
     accepted = inspect.signature(original).parameters
     prepared = _as_arguments(data, "steps")
     arguments |= {name: value for name, value in prepared.items() if name in accepted}
-    with strategy.scope():
+    with strategy.scope(), callbacks_of_steps(model):
         return original(model, **arguments)
+
+
+@contextmanager
+def callbacks_of_steps(model: Any) -> Iterator[None]:
+    """Run steps one by one if callbacks are asynchronous: the same steps, a callback after each."""
+    steps = getattr(model, "steps_per_execution", 1)
+    if not extension(model).asynchronous or steps == 1:
+        yield
+        return
+    _set_execution(model, 1)
+    try:
+        yield
+    finally:
+        _set_execution(model, steps)
+
+
+def _set_execution(model: Any, steps: int) -> None:
+    model.steps_per_execution = steps
+    model.train_function = model.test_function = model.predict_function = None
 
 
 def make_train_function(original: Method) -> Method:
