@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from packhorse.runtime.encoder import Encoder
     from packhorse.runtime.loading import load
     from packhorse.runtime.runner import PackRunner
+    from packhorse.sbert.acceleration import accelerate
     from packhorse.tokens.tokenizer import Tokenizer
 else:
     __getattr__, __dir__ = lazy_exports(
@@ -31,6 +32,7 @@ else:
             "packhorse.runtime.encoder": ["Encoder"],
             "packhorse.runtime.loading": ["load"],
             "packhorse.runtime.runner": ["PackRunner"],
+            "packhorse.sbert.acceleration": ["accelerate"],
             "packhorse.tokens.tokenizer": ["Tokenizer"],
         },
     )
@@ -44,6 +46,7 @@ __all__ = [
     "PackhorseError",
     "Tokenizer",
     "__version__",
+    "accelerate",
     "load",
     "plan",
 ]
