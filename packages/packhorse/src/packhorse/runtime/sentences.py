@@ -77,7 +77,7 @@ def encode(
     prompt_name: str | None = None,
     prompt: str | None = None,
     batch_size: int = 32,
-    showprogress_bar: bool | None = None,
+    show_progress_bar: bool | None = None,
     output_value: str | None = "sentence_embedding",
     precision: str = "float32",
     convert_to_numpy: bool = True,
@@ -120,7 +120,7 @@ def encode(
         if prompt_name == "document":
             _warn_of_passage_prompt(self)
     model, name = _with_prompt(self, prompt, prompt_name)
-    with progress_bar(bool(showprogress_bar)) as progress:
+    with progress_bar(bool(show_progress_bar)) as progress:
         options: dict[str, Any] = {"prompt": name, "long": "truncate", "progress": progress}
         if output_value == "token_embeddings":
             outputs = model.hidden(texts, **options)
