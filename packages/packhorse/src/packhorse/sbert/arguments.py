@@ -7,7 +7,6 @@ told once, so that one changed import is enough.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,11 @@ DTYPES = ("dtype", "torch_dtype")
 TOLD: set[str] = set()  # of which arguments this process was told
 
 
-class IgnoredArgumentWarning(UserWarning):
-    """An argument of sentence-transformers has no meaning here."""
-
-
 def tell_ignored(name: str, reason: str) -> None:
-    """Warn, once a process, that an argument is ignored."""
+    """Log, once a process, that an argument is ignored."""
     if name not in TOLD:
         TOLD.add(name)
-        message = f"{name} is ignored: {reason}"
-        warnings.warn(message, IgnoredArgumentWarning, stacklevel=4)
+        logger.warning("%s is ignored: %s", name, reason)
 
 
 def refuse_modules(modules: Any, kind: str) -> None:
@@ -84,7 +78,8 @@ def dtype_of(options: Mapping[str, Any], folder_dtype: Any, device: torch.device
         return torch.float32
     if named == "auto":
         named = folder_dtype or "float32"
-    return devices.parse_dtype(named)
+    name = str(named).removeprefix("torch.")  # transformers says "float16", and we "fp16"
+    return devices.parse_dtype(getattr(torch, name, name))
 
 
 def tell_ignored_options(
@@ -113,13 +108,15 @@ def rename_argument(old_name: str, old_value: Any, name: str, value: Any) -> Any
     """Return the value of an argument that has an older name too."""
     if old_value is None:
         return value
-    message = f"{old_name} is an older name of {name}"
-    if value is None:
-        value = old_value
-    else:
-        message += f", which was passed too; {old_name} is left out"
-    logger.warning(message)
-    return value
+    tell_renamed(old_name, name)
+    return old_value if value is None else value
+
+
+def tell_renamed(old_name: str, name: str) -> None:
+    """Log, once a process, that an argument has another name today."""
+    if old_name not in TOLD:
+        TOLD.add(old_name)
+        logger.warning("%s is an older name of %s, which comes first", old_name, name)
 
 
 def similarity_name(value: Any) -> str:

@@ -314,6 +314,13 @@ class SentenceTransformer(PackedModel):
                 results[-1]["prompt_length"] = len(alone) - int(alone.special[-1])
         return results
 
+    def _encodings(
+        self, encoder: Encoder, inputs: list[Any], prompt: str | None, options: Mapping[str, Any]
+    ) -> list[Encoding]:
+        encodings = super()._encodings(encoder, inputs, prompt, options)
+        excluded = tasks.excluded_tokens(encoder, prompt, encoder.max_length)
+        return [replace(row, prompt_length=excluded) for row in encodings]
+
     def _vectors(
         self,
         encoder: Encoder,

@@ -68,6 +68,11 @@ class ModelPart:
         """The transformer, of which only the configuration can be read."""
         return self
 
+    def to(self, *args: Any, **kwargs: Any) -> ModelPart:
+        """Move the whole model, of which no part computes elsewhere than the others."""
+        self._model.to(*args, **kwargs)
+        return self
+
     @property
     def device(self) -> Any:
         """Where the model computes."""

@@ -2,9 +2,9 @@
 
 Weights of an `Encoder` are prepared for one device and number format and cannot change, so these
 objects hold no model that they convert: they remember the folder and what was asked for, and open
-the encoder when it is first needed, and again after `to`, `half` or another tokenizer. That makes copies cheap (they share the encoder) and pickles small (a path and settings; the weights are
-read again where they arrive). Everything else, as prompts and `max_seq_length`, is a plain
-attribute that each call reads.
+the encoder again after `to` or `half`. That makes copies cheap (they share the encoder) and pickles
+small (a path and settings; the weights are read again where they arrive). Everything else, as
+prompts and `max_seq_length`, is a plain attribute that each call reads.
 """
 
 # pyright: reportPrivateUsage=false
@@ -284,9 +284,12 @@ class PackedModel(ABC):
 
     # Tokens.
 
-    def preprocess(self, inputs: Sequence[Any], prompt: str | None = None) -> dict[str, Tensor]:
+    def preprocess(
+        self, inputs: Sequence[Any], prompt: str | None = None, **options: Any
+    ) -> dict[str, Tensor]:
         """Return the token ids, types and mask of texts, as rows of one length."""
-        encodings = self._encodings(self._open(), list(inputs), prompt, {})
+        texts = [inputs] if isinstance(inputs, str) else list(inputs)
+        encodings = self._encodings(self._open(), texts, prompt, options)
         return self._features(encodings)
 
     def tokenize(self, texts: Sequence[Any]) -> dict[str, Tensor]:
@@ -415,7 +418,7 @@ class PackedModel(ABC):
         model_name: str | None = None,
         create_model_card: bool = True,
         train_datasets: Sequence[str] | None = None,
-        safe_serialization: bool | None = None,
+        safe_serialization: bool = True,
     ) -> None:
         """Write a folder that sentence-transformers, transformers and Packhorse load.
 
@@ -423,7 +426,7 @@ class PackedModel(ABC):
         prompts, lengths and the like are as they were set. `create_model_card` writes a README.md
         if the folder has none; the last two arguments have no effect.
         """
-        if safe_serialization is False:
+        if not safe_serialization:
             arguments.tell_ignored("safe_serialization", "weights are written as safetensors")
         if path is None:
             raise InputError("no folder was named")
@@ -447,7 +450,7 @@ class PackedModel(ABC):
         repo_id: str,
         token: str | None = None,
         private: bool | None = None,
-        safe_serialization: bool | None = None,
+        safe_serialization: bool = True,
         commit_message: str | None = None,
         local_model_path: str | None = None,
         exist_ok: bool = False,

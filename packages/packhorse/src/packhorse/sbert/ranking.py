@@ -10,6 +10,7 @@ names, which may be replaced for a call or for good.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -21,10 +22,20 @@ from packhorse.errors import InputError
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.sentences import progress_bar
 from packhorse.sbert.arguments import rename_argument, tell_ignored
+from packhorse.sbert.model_parts import ModelPart
 from packhorse.sbert.packed_model import PackedModel, as_list
 from packhorse.tokens.tokenizer import Encoding
 
 Activation = Callable[[Tensor], Tensor]
+OLDER_NAMES = {
+    "model_name": "model_name_or_path",
+    "cache_dir": "cache_folder",
+    "automodel_args": "model_kwargs",
+    "config_args": "config_kwargs",
+    "tokenizer_args": "processor_kwargs",
+    "tokenizer_kwargs": "processor_kwargs",
+    "default_activation_function": "activation_fn",
+}
 
 
 class CrossEncoder(PackedModel):
@@ -58,9 +69,20 @@ class CrossEncoder(PackedModel):
         max_length: int | None = None,
         activation_fn: Activation | None = None,
         keep_in_fp32_modules: Sequence[str] | None = None,
-        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        **older: Any,
     ) -> None:
         self._wanted_labels = num_labels
+        model_name_or_path = _older(older, "model_name", model_name_or_path)
+        cache_folder = _older(older, "cache_dir", cache_folder)
+        model_kwargs = _older(older, "automodel_args", model_kwargs)
+        config_kwargs = _older(older, "config_args", config_kwargs)
+        processor_kwargs = _older(older, "tokenizer_args", processor_kwargs)
+        processor_kwargs = _older(older, "tokenizer_kwargs", processor_kwargs)
+        activation_fn = _older(older, "default_activation_function", activation_fn)
+        if older.pop("classifier_dropout", None) is not None:
+            tell_ignored("classifier_dropout", "nothing is dropped where nothing is trained")
+        if older:
+            raise TypeError(f"CrossEncoder takes no argument {', '.join(older)}")
         if keep_in_fp32_modules:
             tell_ignored("keep_in_fp32_modules", "a model computes in one number format here")
         super().__init__(
@@ -75,9 +97,7 @@ class CrossEncoder(PackedModel):
             local_files_only=local_files_only,
             token=token,
             model_kwargs=model_kwargs,
-            processor_kwargs=rename_argument(
-                "tokenizer_kwargs", tokenizer_kwargs, "processor_kwargs", processor_kwargs
-            ),
+            processor_kwargs=processor_kwargs,
             config_kwargs=config_kwargs,
             model_card_data=model_card_data,
             backend=backend,
@@ -86,6 +106,18 @@ class CrossEncoder(PackedModel):
             self.max_length = max_length
         named = getattr(nn, self._open().score_activation, nn.Identity)
         self.activation_fn: Activation = activation_fn or named()
+
+    @property
+    def default_activation_function(self) -> Activation:
+        """What comes after the logits: an older name of `activation_fn`."""
+        message = "default_activation_function is now called activation_fn"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.activation_fn
+
+    @property
+    def model(self) -> ModelPart:
+        """The transformer, of which only the configuration can be read."""
+        return self[0]
 
     def _check(self, encoder: Encoder) -> None:
         if "classify" not in encoder.heads:
@@ -230,6 +262,9 @@ class CrossEncoder(PackedModel):
     def _encodings(
         self, encoder: Encoder, inputs: list[Any], prompt: str | None, options: Mapping[str, Any]
     ) -> list[Encoding]:
+        for entry in inputs:
+            if isinstance(entry, str) or len(entry) != 2:
+                raise InputError(f"a CrossEncoder takes pairs of texts, not {entry!r:.80}")
         if encoder.pair_template is None:
             return super()._encodings(encoder, inputs, prompt, options)
         pairs = [((prompt or "") + first, second) for first, second in inputs]
@@ -257,3 +292,8 @@ class CrossEncoder(PackedModel):
         if self.num_labels == 1 and scores.ndim > 1:
             return scores.squeeze(-1)
         return nn.functional.softmax(scores, dim=1) if apply_softmax else scores
+
+
+def _older(options: dict[str, Any], name: str, value: Any) -> Any:
+    """Take an argument under its older name out of the options."""
+    return rename_argument(name, options.pop(name, None), OLDER_NAMES[name], value)

@@ -255,12 +255,13 @@ class SparseEncoder(PackedModel):
         encoder = self._open()
         query = others.get("task") == "query"
         chosen = {CHOSEN: prompt or "", "query": "", "document": ""}
+        texts = [tuple(entry) if isinstance(entry, list) else entry for entry in inputs]
         with progress_bar(show_progress_bar) as progress:
             rows = vectors_of(
                 replace(encoder, prompts=chosen).sparse(
-                    inputs,
+                    texts,
                     query=query,
-                    prompt=CHOSEN,
+                    prompt=CHOSEN if prompt else "",
                     top_k=max_active_dims,
                     max_length=self._limit(encoder, others),
                     long="truncate",

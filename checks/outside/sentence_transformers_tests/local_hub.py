@@ -46,7 +46,7 @@ class LocalHub:
         folder = self.folder(repository, revision)
         if folder is None:
             return self.send(request, 404, {"X-Error-Code": "RevisionNotFound"})
-        commit = self.commit(repository, folder.name)
+        commit = revision if len(revision) == 40 else self.commit(repository, folder.name)
         headers = {"X-Repo-Commit": commit}
         if kind in ("revision", "tree"):
             names = sorted(

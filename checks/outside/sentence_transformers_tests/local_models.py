@@ -72,6 +72,8 @@ def _bert(kind: str, words: torch.Tensor, seed: int = 0, **options: Any) -> Any:
     embeddings = model.base_model.embeddings
     with torch.no_grad():
         embeddings.word_embeddings.weight.copy_(words + 0.3 * seed * torch.randn_like(words))
+        # The mean of a vector is not 0, as of a trained model's.
+        model.base_model.encoder.layer[-1].output.LayerNorm.bias.fill_(0.03)
     return model
 
 
