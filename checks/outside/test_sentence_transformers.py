@@ -49,6 +49,7 @@ KINDS = {
     "wording": "checks the words of a message",
     "open": "not provided",
 }
+LIBRARY = f"sentence-transformers {version('sentence-transformers')}"
 UNCOUNTED = ("training",)
 
 
@@ -153,10 +154,10 @@ def test_what_fails_is_listed_with_its_reason(
 def run(file: Path, classes: str, environment: dict[str, str], folder: Path) -> Result:
     """One file, by a pytest of its own."""
     report = folder / f"{classes}.xml"
-    options = ["-p", "our_classes", "-p", "no:cacheprovider", "-c", os.devnull, "-W", "ignore", "-q"]
+    plugins = ["-p", "our_classes", "-p", "no:cacheprovider"]
+    options = ["-c", os.devnull, "-W", "ignore", "-q", "--rootdir", str(file.parents[1])]
     completed = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, f"--junitxml={report}"]
-        + ["--rootdir", str(file.parents[1]), str(file)],
+        [sys.executable, "-m", "pytest", *plugins, *options, f"--junitxml={report}", str(file)],
         cwd=folder,
         env=environment | {"PACKHORSE_SBERT_CLASSES": classes},
         capture_output=True,
@@ -187,7 +188,7 @@ def document(results: dict[str, dict[str, Result]]) -> str:
 What of its public tests (github.com/huggingface/sentence-transformers, `tests/`) holds for
 `packhorse.SentenceTransformer`, `packhorse.CrossEncoder` and `packhorse.SparseEncoder`, and for its
 own classes after `packhorse.accelerate`. Written by `make test-outside` with
-`{VARIABLE}` set to that folder, beside sentence-transformers {version("sentence-transformers")}; the
+`{VARIABLE}` set to that folder, beside {LIBRARY}; the
 tests are run from where they are, none is copied, over tiny models of
 our own under the names that they use. Only tests that pass with the library itself there are
 counted: the others need a GPU or real weights. Those that begin a training, with a head of random

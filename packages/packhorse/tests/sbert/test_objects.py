@@ -7,11 +7,10 @@ import inspect
 import json
 import logging
 import pickle
-import shutil
+import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +30,7 @@ from ..runtime.retrieval_models import TEXTS
 pytestmark = pytest.mark.filterwarnings("ignore")
 CLOSE = 1e-5
 PAIRS = [("the horse", text) for text in TEXTS]
+GUIDE = Path(__file__).parents[4] / "docs" / "guides" / "from-sentence-transformers.md"
 KINDS = ("SentenceTransformer", "CrossEncoder", "SparseEncoder")
 
 
@@ -150,7 +150,9 @@ def test_similarities(both: dict[str, tuple[Any, Any]], name: str) -> None:
         # Their distance of sparse vectors, by squares, is off by a hundredth where it is 0.
         close = 0.02 if (kind, name) == ("SparseEncoder", "euclidean") else CLOSE * max(1, largest)
         for method in ("similarity", "similarity_pairwise"):
-            actual, expected = (getattr(model, method)(vectors, vectors) for model in (ours, theirs))
+            actual, expected = (
+                getattr(model, method)(vectors, vectors) for model in (ours, theirs)
+            )
             assert far(actual.to_dense(), expected.to_dense()) <= close
         ours.similarity_fn_name = theirs.similarity_fn_name = "cosine"
 
@@ -188,10 +190,13 @@ def test_weights_of_words(both: dict[str, tuple[Any, Any]]) -> None:
     assert ours.sparsity(vectors) == pytest.approx(theirs.sparsity(vectors))
     decoded = ours.decode(vectors, top_k=3), theirs.decode(vectors, top_k=3)
     assert decoded[0] == [[tuple(pair) for pair in row] for row in decoded[1]]
-    assert far(
-        ours.intersection(vectors[1], vectors).to_dense(),
-        theirs.intersection(vectors[1], vectors).to_dense(),
-    ) <= CLOSE
+    assert (
+        far(
+            ours.intersection(vectors[1], vectors).to_dense(),
+            theirs.intersection(vectors[1], vectors).to_dense(),
+        )
+        <= CLOSE
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -378,9 +383,7 @@ def test_pools_of_processes(both: dict[str, tuple[Any, Any]]) -> None:
         ours.stop_multi_process_pool(pool)
 
 
-def test_upload(
-    dense: packhorse.SentenceTransformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upload(dense: packhorse.SentenceTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the hub is not the real one: what is sent to it is looked at."""
     from types import SimpleNamespace
 
@@ -416,6 +419,34 @@ def test_without_the_library(folders: dict[str, Path]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_guide_runs(st: ModuleType, minilm: Path) -> None:
+    """Its blocks, with the model's folder for the name that the hub would be asked for."""
+    text = GUIDE.read_text("utf-8")
+    ours, theirs = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(ours, names)
+    assert isinstance(names["model"], packhorse.SentenceTransformer)
+    expected = names["model"].encode(["A man eats."])
+    folder = str(minilm).replace("\\", "/")
+    exec(theirs.replace("sentence-transformers/all-MiniLM-L6-v2", folder), names)
+    assert isinstance(names["model"], st.SentenceTransformer)
+    assert far(names["vectors"], expected) <= CLOSE
+
+
+def test_mteb_takes_the_object(dense: packhorse.SentenceTransformer) -> None:
+    mteb = pytest.importorskip("mteb")
+    from types import SimpleNamespace
+
+    assert isinstance(dense, mteb.EncoderProtocol)
+    assert dense.mteb_model_meta.embed_dim == 16
+    dense.prompts["STS"] = "market "
+    task = SimpleNamespace(name="Any", type="STS")
+    batches = [{"text": TEXTS[:2]}, {"text": TEXTS[2:3]}]
+    options: dict[str, Any] = {"task_metadata": task, "hf_split": "test", "hf_subset": "default"}
+    vectors = dense.encode(batches, prompt_type=None, **options)
+    assert far(vectors, dense.encode(TEXTS[:3], prompt_name="STS")) == 0
 
 
 def test_langchain_takes_the_object(dense: packhorse.SentenceTransformer) -> None:

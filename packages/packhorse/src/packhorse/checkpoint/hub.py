@@ -184,10 +184,9 @@ def _fetch(repository: str, revision: str | None, patterns: list[str], **downloa
     command = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
     reach = "HF_HUB_OFFLINE is set" if offline else f"{hub} cannot be reached"
     try:
-        snapshot = snapshot_download(
-            repository, revision=revision, allow_patterns=patterns, **download
+        folder = Path(
+            snapshot_download(repository, revision=revision, allow_patterns=patterns, **download)
         )
-        folder = Path(snapshot)
         if not offline and not download:
             _remember(folder, patterns)
         return folder

@@ -116,7 +116,7 @@ def encode(
     _refuse(self, output_value, precision, device, pool or chunk_size)
     single, texts = _texts(inputs if sentences is None else sentences, task_metadata)
     if task_metadata is not None and prompt is None and prompt_name is None:
-        prompt_name = _prompt_of_task(self.prompts, task_metadata, prompt_type)
+        prompt_name = prompt_of_task(self.prompts, task_metadata, prompt_type)
         if prompt_name == "document":
             _warn_of_passage_prompt(self)
     model, name = _with_prompt(self, prompt, prompt_name)
@@ -252,7 +252,7 @@ def _texts(inputs: Any, task: Any) -> tuple[bool, list[TaskInput]]:
     return False, list(as_texts(inputs))
 
 
-def _prompt_of_task(prompts: Mapping[str, str], task: Any, kind: Any) -> str | None:
+def prompt_of_task(prompts: Mapping[str, str], task: Any, kind: Any) -> str | None:
     """Return the prompt for a task of MTEB: the one whose name is the most specific."""
     side = getattr(kind, "value", kind)
     names = (f"{task.name}-{side}", task.name, f"{task.type}-{side}", task.type, side)

@@ -24,11 +24,12 @@ from packhorse.errors import InputError
 from packhorse.runtime import sentences, tasks
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.precision import PRECISIONS, quantize
-from packhorse.runtime.sentences import Vectors, progress_bar
+from packhorse.runtime.sentences import Vectors, progress_bar, prompt_of_task
 from packhorse.sbert.arguments import rename_argument, similarity_name
 from packhorse.sbert.packed_model import CHOSEN, PackedModel, as_list
 from packhorse.tokens.tokenizer import Encoding
 
+MTEB_ARGUMENTS = ("hf_split", "hf_subset")  # besides the task, and of no use here
 OUTPUTS = ("sentence_embedding", "token_embeddings", None)
 
 
@@ -146,6 +147,12 @@ class SentenceTransformer(PackedModel):
         in this call only.
         """
         inputs = rename_argument("sentences", sentences, "inputs", inputs)
+        if (task := kwargs.pop("task_metadata", None)) is not None:
+            # MTEB's runner: batches of texts, and a task whose name or type may have a prompt.
+            inputs = [text for batch in inputs for text in batch["text"]]
+            kind = kwargs.pop("prompt_type", None)
+            prompt_name = prompt_name or prompt_of_task(self.prompts, task, kind)
+            kwargs = {name: kwargs[name] for name in kwargs if name not in MTEB_ARGUMENTS}
         self._check_call(batch_size, kwargs)
         if output_value not in OUTPUTS:
             raise InputError(f"output_value is {output_value!r}; use one of {OUTPUTS}")
