@@ -78,7 +78,8 @@ coverage: .venv/.dev
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m "slow and not outside" $(ARGS)
 
-# PopTorch's tests run with PACKHORSE_POPTORCH_TESTS=…/poptorch/tests. Clients run with
+# PopTorch's tests run with PACKHORSE_POPTORCH_TESTS=…/poptorch/tests, those of sentence-transformers
+# with PACKHORSE_SENTENCE_TRANSFORMERS_TESTS=…/sentence-transformers/tests. Clients run with
 # PACKHORSE_TEST_CLIENTS=1, or a folder: each group of checks/outside/clients in an environment that is
 # made there on first use. Without these variables nearly everything is skipped.
 test-outside: .venv/.dev

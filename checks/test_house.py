@@ -28,7 +28,7 @@ LAYERS = (
     ("__main__", "port"),
     ("cli",),
     ("reports",),
-    ("serve", "train", "monitor", "hf"),
+    ("serve", "train", "monitor", "hf", "sbert"),
     ("runtime",),
     ("onnxpack", "checkpoint", "data", "results"),
     ("model",),

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from packhorse.runtime.encoder import Encoder
     from packhorse.runtime.loading import load
     from packhorse.runtime.runner import PackRunner
+    from packhorse.sbert.acceleration import accelerate
+    from packhorse.sbert.dense import SentenceTransformer
+    from packhorse.sbert.ranking import CrossEncoder
+    from packhorse.sbert.sparse import SparseEncoder
     from packhorse.tokens.tokenizer import Tokenizer
 else:
     __getattr__, __dir__ = lazy_exports(
@@ -31,6 +35,10 @@ else:
             "packhorse.runtime.encoder": ["Encoder"],
             "packhorse.runtime.loading": ["load"],
             "packhorse.runtime.runner": ["PackRunner"],
+            "packhorse.sbert.acceleration": ["accelerate"],
+            "packhorse.sbert.dense": ["SentenceTransformer"],
+            "packhorse.sbert.ranking": ["CrossEncoder"],
+            "packhorse.sbert.sparse": ["SparseEncoder"],
             "packhorse.tokens.tokenizer": ["Tokenizer"],
         },
     )
@@ -38,12 +46,16 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CrossEncoder",
     "Encoder",
     "PackRunner",
     "Packed",
     "PackhorseError",
+    "SentenceTransformer",
+    "SparseEncoder",
     "Tokenizer",
     "__version__",
+    "accelerate",
     "load",
     "plan",
 ]

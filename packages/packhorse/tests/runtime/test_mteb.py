@@ -133,7 +133,7 @@ def test_the_prompt_is_chosen_as_the_runner_chooses(minilm: Path) -> None:
     from mteb.models.abs_encoder import get_prompt_name
     from mteb.types import PromptType
 
-    from packhorse.runtime.sentences import _prompt_of_task
+    from packhorse.runtime.sentences import prompt_of_task
 
     task: Any = SimpleNamespace(name="SciFact", type="Retrieval")
     names = ["SciFact-query", "SciFact", "Retrieval-document", "Retrieval", "query", "document"]
@@ -141,4 +141,4 @@ def test_the_prompt_is_chosen_as_the_runner_chooses(minilm: Path) -> None:
         prompts = {name: name for name in names[count:]}
         for kind in (None, PromptType.query, PromptType.document):
             expected = get_prompt_name({"query": "", "document": ""} | prompts, task, kind)
-            assert _prompt_of_task(prompts, task, kind) == expected
+            assert prompt_of_task(prompts, task, kind) == expected

@@ -21,6 +21,7 @@ from functools import cache
 from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from packhorse.cache import cache_folder
 from packhorse.errors import CheckpointError, InputError
@@ -73,8 +74,12 @@ TORCH_PATTERNS = [
 WEIGHTED = ("_Transformer", "_Dense", "_LayerNorm")  # folders of modules that have weights
 
 
-def resolve(model: str | Path) -> Path:
-    """The folder of a model, downloaded if necessary; or the file or prefix that was named."""
+def resolve(model: str | Path, **download: Any) -> Path:
+    """The folder of a model, downloaded if necessary; or the file or prefix that was named.
+
+    download: arguments of huggingface_hub's `snapshot_download`: cache_dir, token,
+    local_files_only.
+    """
     if not str(model).strip():
         raise CheckpointError("no model was named; pass a folder or a hub id such as org/name")
     path = _existing(model)
@@ -87,17 +92,17 @@ def resolve(model: str | Path) -> Path:
             f"(org/name[@revision]){_near(Path(model))}"
         )
     if model in EMBEDDED_NAMES:
-        return embedded() or _fetch(EMBEDDED_ID, None, PATTERNS)
+        return embedded() or _fetch(EMBEDDED_ID, None, PATTERNS, **download)
     if parts["revision"] is None and "/" in parts["id"] and os.path.isdir(Path(model).parent):
         raise CheckpointError(
             f"there is no {Path(model).name} in the folder {Path(model).parent}"
             f"{_near(Path(model))}; if it is a model of the hub, name a revision: {model}@main"
         )
-    folder = _fetch(parts["id"], parts["revision"], PATTERNS)
+    folder = _fetch(parts["id"], parts["revision"], PATTERNS, **download)
     if not any(folder.glob("**/*.safetensors")):
-        return _fetch(parts["id"], parts["revision"], PATTERNS + TORCH_PATTERNS)
+        return _fetch(parts["id"], parts["revision"], PATTERNS + TORCH_PATTERNS, **download)
     if any(map(_lacks_weights, folder.glob("[0-9]_*"))):
-        return _fetch(parts["id"], parts["revision"], [*PATTERNS, TORCH_MODULES])
+        return _fetch(parts["id"], parts["revision"], [*PATTERNS, TORCH_MODULES], **download)
     return folder
 
 
@@ -157,7 +162,7 @@ def _sha256(path: Path, size: int, modified: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
+def _fetch(repository: str, revision: str | None, patterns: list[str], **download: Any) -> Path:
     from huggingface_hub import (
         constants,
         snapshot_download,  # pyright: ignore[reportUnknownVariableType]  (has untyped parameters)
@@ -170,7 +175,7 @@ def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
         RevisionNotFoundError,
     )
 
-    cached = _cached(repository, revision, patterns)
+    cached = None if download else _cached(repository, revision, patterns)
     if cached is not None:
         return cached
     hub = constants.ENDPOINT
@@ -179,8 +184,10 @@ def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
     command = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
     reach = "HF_HUB_OFFLINE is set" if offline else f"{hub} cannot be reached"
     try:
-        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
-        if not offline:
+        folder = Path(
+            snapshot_download(repository, revision=revision, allow_patterns=patterns, **download)
+        )
+        if not offline and not download:
             _remember(folder, patterns)
         return folder
     except GatedRepoError as error:

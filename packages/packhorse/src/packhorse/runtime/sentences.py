@@ -116,11 +116,11 @@ def encode(
     _refuse(self, output_value, precision, device, pool or chunk_size)
     single, texts = _texts(inputs if sentences is None else sentences, task_metadata)
     if task_metadata is not None and prompt is None and prompt_name is None:
-        prompt_name = _prompt_of_task(self.prompts, task_metadata, prompt_type)
+        prompt_name = prompt_of_task(self.prompts, task_metadata, prompt_type)
         if prompt_name == "document":
             _warn_of_passage_prompt(self)
     model, name = _with_prompt(self, prompt, prompt_name)
-    with _progress_bar(bool(show_progress_bar)) as progress:
+    with progress_bar(bool(show_progress_bar)) as progress:
         options: dict[str, Any] = {"prompt": name, "long": "truncate", "progress": progress}
         if output_value == "token_embeddings":
             outputs = model.hidden(texts, **options)
@@ -252,7 +252,7 @@ def _texts(inputs: Any, task: Any) -> tuple[bool, list[TaskInput]]:
     return False, list(as_texts(inputs))
 
 
-def _prompt_of_task(prompts: Mapping[str, str], task: Any, kind: Any) -> str | None:
+def prompt_of_task(prompts: Mapping[str, str], task: Any, kind: Any) -> str | None:
     """Return the prompt for a task of MTEB: the one whose name is the most specific."""
     side = getattr(kind, "value", kind)
     names = (f"{task.name}-{side}", task.name, f"{task.type}-{side}", task.type, side)
@@ -301,7 +301,7 @@ def _warn_once(model: SentenceModel, message: str) -> None:
 
 
 @contextmanager
-def _progress_bar(shown: bool) -> Generator[Progress | None]:
+def progress_bar(shown: bool) -> Generator[Progress | None]:
     """Show progress on stderr, if it is to be shown."""
     if not shown:
         yield None

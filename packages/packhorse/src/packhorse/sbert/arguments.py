@@ -1,0 +1,130 @@
+"""What the constructors of the three classes have in common: arguments, and the files they name.
+
+An argument that means nothing here, as an attention implementation of transformers, is accepted and
+told once, so that one changed import is enough.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from packhorse import device as devices
+from packhorse.checkpoint import hub
+from packhorse.errors import CheckpointError, InputError
+from packhorse.runtime.sentences import SIMILARITIES
+
+logger = logging.getLogger(__name__)
+
+DTYPES = ("dtype", "torch_dtype")
+TOLD: set[str] = set()  # of which arguments this process was told
+
+
+def tell_ignored(name: str, reason: str) -> None:
+    """Log, once a process, that an argument is ignored."""
+    if name not in TOLD:
+        TOLD.add(name)
+        logger.warning("%s is ignored: %s", name, reason)
+
+
+def refuse_modules(modules: Any, kind: str) -> None:
+    """Raise if a model is to be made of modules, which are the library's own."""
+    if modules is not None:
+        raise InputError(
+            f"modules= takes modules of sentence-transformers; make its {kind} of them, and pass "
+            "that to packhorse.accelerate"
+        )
+
+
+def locate(
+    name: str | None,
+    *,
+    organization: str | None,
+    revision: str | None,
+    cache_folder: str | None,
+    token: bool | str | None,
+    local_files_only: bool,
+) -> Path:
+    """Return the folder of a model, downloaded if necessary; a file or a prefix stays as it is."""
+    if not name:
+        raise InputError("no model was named; pass a folder or a hub id such as org/name")
+    given = {"cache_dir": cache_folder, "token": token, "local_files_only": local_files_only}
+    download = {key: value for key, value in given.items() if value}
+    wanted = str(name)
+    is_path = Path(wanted).expanduser().exists()
+    if not is_path and organization and "/" not in wanted:
+        wanted = f"{organization}/{wanted}"
+    if revision is not None and not is_path:
+        wanted = f"{wanted}@{revision}"
+    try:
+        return hub.resolve(wanted, **download)
+    except CheckpointError as error:
+        # As there: a name that leads nowhere is an OSError.
+        raise ModelNotFoundError(str(error)) from error
+
+
+class ModelNotFoundError(CheckpointError, OSError):
+    """A model is neither a folder nor on the hub."""
+
+
+def dtype_of(options: Mapping[str, Any], folder_dtype: Any, device: torch.device) -> torch.dtype:
+    """Return the number format that `model_kwargs` ask for; by default float32, as there."""
+    named = next((options[key] for key in DTYPES if options.get(key) is not None), None)
+    if named is None:
+        return torch.float32
+    if named == "auto":
+        named = folder_dtype or "float32"
+    name = str(named).removeprefix("torch.")  # transformers says "float16", and we "fp16"
+    return devices.parse_dtype(getattr(torch, name, name))
+
+
+def tell_ignored_options(
+    backend: str,
+    model_kwargs: Mapping[str, Any],
+    processor_kwargs: Mapping[str, Any],
+    config_kwargs: Mapping[str, Any],
+    trust_remote_code: bool,
+) -> None:
+    """Tell of all options that belong to transformers, and are not needed or not known here."""
+    if backend != "torch":
+        tell_ignored(f"backend={backend!r}", "Packhorse runs the model itself")
+    if trust_remote_code:
+        tell_ignored("trust_remote_code", "no code from a model's folder ever runs")
+    for group, options, known in (
+        ("model_kwargs", model_kwargs, DTYPES),
+        ("processor_kwargs", processor_kwargs, ("model_max_length",)),
+        ("config_kwargs", config_kwargs, ()),
+    ):
+        for name in options:
+            if name not in known:
+                tell_ignored(f"{group}[{name!r}]", "it is an option of transformers")
+
+
+def rename_argument(old_name: str, old_value: Any, name: str, value: Any) -> Any:
+    """Return the value of an argument that has an older name too."""
+    if old_value is None:
+        return value
+    tell_renamed(old_name, name)
+    return old_value if value is None else value
+
+
+def tell_renamed(old_name: str, name: str) -> None:
+    """Log, once a process, that an argument has another name today."""
+    if old_name not in TOLD:
+        TOLD.add(old_name)
+        logger.warning("%s is an older name of %s, which comes first", old_name, name)
+
+
+def similarity_name(value: Any) -> str:
+    """Return the name of a similarity, which may be a name or sentence-transformers' enum."""
+    name = getattr(value, "value", value)
+    if name not in SIMILARITIES:
+        raise InputError(
+            f"similarity_fn_name is {name!r}; use one of {', '.join(SIMILARITIES)} (a vector per "
+            "token, as of a MultiVectorEncoder, is compared by packhorse.load(…).rerank)"
+        )
+    return name

@@ -1,0 +1,111 @@
+"""`model[0]`, `model[1]` …: the modules that a folder describes, to be read and not to be run.
+
+Code asks them for a length, a pooling mode or the width of a vector. Their weights are in the
+encoder, fused and prepared, so they have none.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from packhorse.sbert.packed_model import PackedModel
+
+TASKS = {
+    "SentenceTransformer": "feature-extraction",
+    "CrossEncoder": "sequence-classification",
+    "SparseEncoder": "fill-mask",
+}
+
+
+class ModelPart:
+    """A module of a model: its kind, its settings as attributes, and the model for what it has."""
+
+    def __init__(self, model: PackedModel, kind: str, settings: dict[str, Any]) -> None:
+        self._model = model
+        self.kind = kind
+        self._settings = settings
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({self._settings})"
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a setting of the module."""
+        settings: dict[str, Any] = self.__dict__.get("_settings", {})
+        if name in settings:
+            return settings[name]
+        raise AttributeError(
+            f"{self.__dict__.get('kind')} has no {name} here; packhorse.accelerate leaves "
+            "sentence-transformers' own modules as they are"
+        )
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """Return the settings of the module."""
+        return dict(self._settings)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._model.tokenizer
+
+    @property
+    def max_seq_length(self) -> int:
+        """The tokens that a text may have; may be set."""
+        return self._model.max_seq_length
+
+    @max_seq_length.setter
+    def max_seq_length(self, value: int) -> None:
+        self._model.max_seq_length = value
+
+    @property
+    def config(self) -> SimpleNamespace:
+        """The settings of `config.json`, as attributes."""
+        return SimpleNamespace(**self._model._config)  # pyright: ignore[reportPrivateUsage]
+
+    @property
+    def auto_model(self) -> ModelPart:
+        """The transformer, of which only the configuration can be read."""
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> ModelPart:
+        """Move the whole model, of which no part computes elsewhere than the others."""
+        self._model.to(*args, **kwargs)
+        return self
+
+    @property
+    def device(self) -> Any:
+        """Where the model computes."""
+        return self._model.device
+
+    def get_embedding_dimension(self) -> int | None:
+        """Return the numbers in a vector that the module gives."""
+        return self._settings.get("embedding_dimension")
+
+
+def parts_of(model: PackedModel) -> list[ModelPart]:
+    """Return the modules of a model in the order in which they run."""
+    encoder = model.encoder
+    width = int(model._config.get("hidden_size") or encoder.width)  # pyright: ignore[reportPrivateUsage]
+    task = TASKS[model.model_type]
+    parts = [
+        ModelPart(model, "Transformer", {"transformer_task": task, "embedding_dimension": width})
+    ]
+    head = encoder.embedder
+    if model.model_type == "SparseEncoder" and encoder.sparse_settings is not None:
+        size = encoder.sparse_settings.width
+        parts.append(ModelPart(model, "SpladePooling", {"embedding_dimension": size}))
+    elif model.model_type == "SentenceTransformer" and head is not None:
+        modes = "+".join(head.pooling)
+        settings = {
+            "pooling_mode": modes,
+            "include_prompt": head.include_prompt,
+            "embedding_dimension": width * len(head.pooling),
+        }
+        parts.append(ModelPart(model, "Pooling", settings))
+        for stage in head.stages:
+            outputs = getattr(stage, "outputs", None)
+            parts.append(ModelPart(model, type(stage).__name__, {"embedding_dimension": outputs}))
+        if head.normalize:
+            parts.append(ModelPart(model, "Normalize", {"embedding_dimension": encoder.width}))
+    return parts

@@ -1,0 +1,131 @@
+"""A pool of processes that each hold a model: `encode(pool=)`, `encode(device=[…])`.
+
+The processes are started anew (spawn), because CUDA and the threads of torch do not survive a fork.
+Each opens the model from its folder. Those on a CPU get an equal part of its cores. A chunk goes to
+whoever is free, and results are put together in the order of the inputs.
+"""
+
+# multiprocessing types its queues as of Any.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from packhorse.errors import InputError, PackhorseError
+
+if TYPE_CHECKING:
+    from packhorse.sbert.packed_model import PackedModel
+
+CHUNKS_PER_PROCESS = 10
+LARGEST_CHUNK = 5000  # inputs
+POLL_SECONDS = 1.0
+
+
+class PoolError(PackhorseError):
+    """A process of a pool failed or died."""
+
+
+def start(model: PackedModel, devices: Sequence[str | torch.device] | None) -> dict[str, Any]:
+    """Start a process per device; return them with the queues in and out."""
+    if devices is None:
+        gpus = torch.cuda.device_count()
+        devices = [f"cuda:{number}" for number in range(gpus)] or ["cpu", "cpu"]
+    names = [str(device) for device in devices]
+    if not names:
+        raise InputError("a pool needs at least one device")
+    context = multiprocessing.get_context("spawn")
+    inputs = context.Queue()
+    outputs = context.Queue()
+    on_cpu = sum(name.startswith("cpu") for name in names)
+    threads = max(1, len(os.sched_getaffinity(0)) // max(1, on_cpu)) if on_cpu else 0
+    processes: list[Any] = []
+    for name in names:
+        worker = context.Process(
+            target=_work, args=(model, name, threads, inputs, outputs), daemon=True
+        )
+        worker.start()
+        processes.append(worker)
+    return {"input": inputs, "output": outputs, "processes": processes}
+
+
+def stop(pool: dict[str, Any]) -> None:
+    """End the processes of a pool."""
+    for process in pool["processes"]:
+        process.terminate()
+    for process in pool["processes"]:
+        process.join()
+        process.close()
+    pool["input"].cancel_join_thread()
+    pool["input"].close()
+    pool["output"].close()
+
+
+def compute(
+    pool: dict[str, Any], inputs: list[Any], chunk_size: int | None, options: dict[str, Any]
+) -> Any:
+    """Return the results of all inputs: one tensor, or a list."""
+    if chunk_size is None:
+        parts = len(pool["processes"]) * CHUNKS_PER_PROCESS
+        chunk_size = max(1, min(-(-len(inputs) // parts), LARGEST_CHUNK))
+    options = options | {"show_progress_bar": False}
+    begins = range(0, len(inputs), chunk_size)
+    for number, begin in enumerate(begins):
+        pool["input"].put((number, inputs[begin : begin + chunk_size], options))
+    results: dict[int, Any] = {}
+    errors: list[str] = []
+    for _ in begins:
+        number, result, error = _next(pool)
+        results[number] = result
+        if error:
+            errors.append(error)
+    if errors:
+        raise PoolError(f"a process of the pool failed: {errors[0]}")
+    chunks = [results[number] for number in range(len(begins))]
+    if isinstance(chunks[0], Tensor):
+        return torch.cat(chunks)
+    return [result for chunk in chunks for result in chunk]
+
+
+def _next(pool: dict[str, Any]) -> tuple[int, Any, str]:
+    while True:
+        try:
+            return pool["output"].get(timeout=POLL_SECONDS)
+        except queue.Empty:
+            dead = [process for process in pool["processes"] if not process.is_alive()]
+        if dead:
+            codes = ", ".join(str(process.exitcode) for process in dead)
+            raise PoolError(
+                f"{len(dead)} processes of the pool died (exit code {codes}); start a new pool"
+            )
+
+
+def _work(model: PackedModel, device: str, threads: int, inputs: Any, outputs: Any) -> None:
+    if threads and device.startswith("cpu"):
+        torch.set_num_threads(threads)
+    while True:
+        number, chunk, options = inputs.get()
+        try:
+            model.to(device)
+            result = _on_cpu(model._inference(chunk, **options))  # pyright: ignore[reportPrivateUsage]
+        except Exception as error:  # whatever it is, the caller waits for an answer
+            outputs.put((number, None, f"{type(error).__name__}: {error}"))
+        else:
+            outputs.put((number, result, ""))
+
+
+def _on_cpu(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.cpu()
+    if isinstance(result, list):
+        return [_on_cpu(entry) for entry in result]
+    if isinstance(result, dict):
+        return {name: _on_cpu(entry) for name, entry in result.items()}
+    return result
