@@ -137,6 +137,7 @@ def load(
             source, contents, config, heads, gelu, task
         )
         building.check_encoder(ignored, canonical)
+        max_positions = max_positions or contents.max_positions
         if vocab_size or max_positions:
             canonical = names.resize(
                 canonical,
