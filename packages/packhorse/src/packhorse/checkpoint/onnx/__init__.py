@@ -119,7 +119,10 @@ def read(path: Path) -> Contents:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
     paths = (path, *(path.parent / name for name in loader.external))
     return Contents(
-        *("onnx", path.parent, paths, tensors),
+        "onnx",
+        path.parent,
+        paths,
+        tensors,
         notes=recovered.notes,
         gelu=recovered.gelu,
         graph=path,
