@@ -212,7 +212,10 @@ BAD: dict[str, tuple[bytes, str]] = {
         model((5, tensor()), (1, node("PackedAttention", ["x", A], ["y"], (3, "fused")))),
         "'fused' is a PackedAttention.* before it was optimized",
     ),
-    "blocks of int8": (dequantized([2, 1], bytes(8), block_size=2), "in a way that is not read"),
+    "blocks of int8": (
+        dequantized([2, 1], bytes(8), block_size=2),
+        r"for blocks of 2 along axis 1 of \[2, 3\]",
+    ),
     "a scale that does not fit": (
         dequantized([5], bytes(20)),
         r"shape \[5\] does not fit \[2, 3\]",

@@ -12,6 +12,8 @@ ONNX Runtime's optimizers fuse several modules into one operation. The tables be
 inputs are weights; queries, keys and values that were concatenated are divided again, under the
 names that they have in the family of the module behind them (`names.siblings`).
 
+tf2onnx keeps the names of TensorFlow's variables, which tell what they are and how they are turned.
+
 A tensor of floats whose use is not understood keeps its own name, so that loading, which is strict,
 reports it. Numbers that only control the graph (indices, shapes, scalars) are left out and counted.
 """
@@ -25,7 +27,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from packhorse.checkpoint.names import siblings
+from packhorse.checkpoint.names import siblings, tf1
+from packhorse.checkpoint.tensorflow.frozen import variable_of
 from packhorse.errors import CheckpointError
 
 MODULE = re.compile(r"\w+(\.\w+)*\.(weight|bias|gamma|beta)")
@@ -39,7 +42,7 @@ FLOATS = (1, 10, 11, 16)  # float, float16, double, bfloat16
 # uint8, int8, uint16, int16, and the types of 8, 4 and 2 bits that were added later
 QUANTIZED = (2, 3, 4, 5, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26)
 # Operations that do not change the result of a product, except for rounding, before its bias.
-TRANSPARENT = ("Cast", "DequantizeLinear", "Identity", "QuantizeLinear")
+TRANSPARENT = ("Cast", "DequantizeLinear", "Identity", "QuantizeLinear", "Reshape")
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,8 @@ def recover(graph: OnnxGraph) -> RecoveredWeights:
                 f"pass the model as it was exported, before it was optimized"
             )
     flow = _DataFlow(graph)
-    weights = _named_weights(flow)
+    variables = _variables(flow)
+    weights = _tensorflow_weights(flow, variables) if variables else _named_weights(flow)
     left_out = _add_unexplained(flow, weights)
     _check(weights)
     lengths = [weight.stored.shape[1] for weight in weights.values() if weight.is_row]
@@ -299,7 +303,7 @@ class _DataFlow:
             for user in self.users[pending.pop()]:
                 if user.op in PRODUCTS:
                     products[user.outputs[0]] = user
-                elif user.op in (*TRANSPARENT, "DynamicQuantizeLinear", "Reshape"):
+                elif user.op in (*TRANSPARENT, "DynamicQuantizeLinear"):
                     pending += user.outputs[:1]
         return next(iter(products.values())) if len(products) == 1 else None
 
@@ -534,6 +538,42 @@ def _is_weight(flow: _DataFlow, weight: Weight) -> bool:
     return is_float and weight.stored not in flow.scales
 
 
+def _variables(flow: _DataFlow) -> dict[str, str]:
+    """TensorFlow's variables by constant, in a graph of tf2onnx; empty if it is of another."""
+    names = {
+        value: variable_of(value.removesuffix(":0"))
+        for value, weight in flow.constants.items()
+        if value.endswith(":0") and weight.stored.shape and _is_weight(flow, weight)
+    }
+    return names if any(tf1.ENCODER.fullmatch(variable) for variable in names.values()) else {}
+
+
+def _tensorflow_weights(flow: _DataFlow, variables: Mapping[str, str]) -> dict[str, Weight]:
+    """The weights of a graph of tf2onnx; `variables` are those that its constants are named by.
+
+    The scores of words and labels are [out, in] in TensorFlow and were transposed by tf2onnx; only
+    the bias beside them tells what they are.
+    """
+    scope = tf1.scope(list(variables.values()))
+    weights: dict[str, Weight] = {}
+    for node in flow.nodes:
+        bias = _bias(flow, node, 0)[0] if node.op == "MatMul" else ""
+        variable = variables.get(bias, "")
+        value = _input(node, 1)
+        if variable.endswith("output_bias") and value in flow.constants:
+            head = f"{variable.removesuffix('bias')}weights".removeprefix(scope)
+            weight = flow.constants[value]
+            _put(weights, tf1.canonical_name(head)[0], replace(weight, transposed=True))
+    used = {weight.stored for weight in weights.values()}
+    for value, variable in variables.items():
+        weight = flow.constants[value]
+        if weight.stored not in used:
+            name, is_kernel = tf1.canonical_name(variable.removeprefix(scope))
+            turned = is_kernel and len(weight.stored.shape) == 2
+            _put(weights, name, replace(weight, transposed=turned))
+    return weights
+
+
 def _named_weights(flow: _DataFlow) -> dict[str, Weight]:
     """The weights by name: by their module if it is known, else by their own name."""
     uses = list(dict.fromkeys(_uses(flow)))
@@ -630,6 +670,8 @@ def _tensor_name(value: str) -> str:
 def _add_unexplained(flow: _DataFlow, weights: dict[str, Weight]) -> int:
     """Add tensors of floats whose use is not understood; return the number of others."""
     used = {weight.stored for weight in weights.values()} | flow.scales
+    choices = {_input(node, 2) for node in flow.nodes if node.op == "OneHot"}  # its 0 and 1
+    used |= {flow.constants[value].stored for value in choices if value in flow.constants}
     left_out = 0
     for weight in {weight.stored: weight for weight in flow.constants.values()}.values():
         stored = weight.stored

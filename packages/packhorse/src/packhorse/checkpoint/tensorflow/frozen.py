@@ -394,14 +394,18 @@ def _names(constants: dict[str, StoredConstant], readers: dict[str, list[str]]) 
 
 
 def _name(name: str, readers: list[str]) -> str:
+    variable = variable_of(name)
+    if variable == name and GENERATED.fullmatch(name):
+        named = (READ_SUFFIX.sub("", reader) for reader in readers)
+        return next((r for r in sorted(named) if not GENERATED.fullmatch(r)), name)
+    return variable
+
+
+def variable_of(name: str) -> str:
+    """The variable that a constant was, by the constant's name or the place where it is read."""
     read = READ_SUFFIX.sub("", name)  # the name of an Identity that was folded
     if not GENERATED.fullmatch(read):
         return read
-    if not GENERATED.fullmatch(name):
-        return name
-    for reader in sorted(READ_SUFFIX.sub("", reader) for reader in readers):
-        if not GENERATED.fullmatch(reader):
-            return reader
     site = READ_SITE.fullmatch(name)
     return f"{site[1]}/{SITE_ROLES[site[2]]}" if site else name
 
