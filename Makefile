@@ -45,7 +45,7 @@ ARGS ?=
 WORKERS ?= 2
 LANES ?=
 FUZZ_SECONDS ?= 600
-FORMATS = safetensors torchbin tf1 frozen onnx
+FORMATS = safetensors torchbin tf1 frozen onnx gguf
 
 BIN = .venv/bin
 INSTALL = $(BIN)/python -m pip install --no-input --disable-pip-version-check $(if $(CI),--quiet)

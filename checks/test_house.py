@@ -40,6 +40,7 @@ LAYERS = (
     ("device", "exports"),
     (
         "wire",
+        "gguf",
         "atomic",
         "json_types",
         "settings",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from packhorse.checkpoint import load
 from packhorse.checkpoint.tensorflow import frozen, graphdef
+from packhorse.errors import CheckpointError
+from packhorse.packing.batch import Packed
 from packhorse.wire import write_field as field
 from packhorse.wire import write_fixed32, write_varint
 
@@ -327,3 +331,119 @@ print(peak() - before, sum(tensor.nbytes for tensor in tensors.values()))
     assert completed.returncode == 0, completed.stderr
     grown, weights = map(int, completed.stdout.split())
     assert weights == 160_000_000 and grown < weights + (64 << 20)
+
+
+def grappled(tf: ModuleType, path: Path, outputs: list[str], to: Path) -> Path:
+    """The graph after TensorFlow's optimizer, with constants folded and operations fused."""
+    from tensorflow.core.protobuf import config_pb2
+    from tensorflow.python.grappler import tf_optimizer
+
+    definition = tf.compat.v1.GraphDef.FromString(path.read_bytes())
+    for node in definition.node:
+        node.device = "/device:CPU:0"  # it fuses only what runs there
+    with tf.Graph().as_default() as graph:
+        tf.import_graph_def(definition, name="")
+    meta = tf.compat.v1.train.export_meta_graph(graph_def=definition, graph=graph)
+    meta.collection_def["train_op"].node_list.value.extend(outputs)
+    config = config_pb2.ConfigProto()
+    config.graph_options.rewrite_options.optimizers.extend(["constfold", "arithmetic", "remap"])
+    config.graph_options.rewrite_options.min_graph_nodes = -1
+    to.write_bytes(tf_optimizer.OptimizeGraph(config, meta).SerializeToString())
+    return to
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+@pytest.mark.parametrize("heads", [("mlm", "nsp"), ("squad",)])
+def test_what_grappler_optimizes(
+    heads: tuple[str, ...], partitions: int, tf: ModuleType, tf_bert: ModuleType, tmp_path: Path
+) -> None:
+    built = tf_bert.build(tf, heads=heads, partitions=partitions)
+    plain = tf_bert.freeze(tf, built, tmp_path / "frozen.pb")
+    assert same(frozen.read(plain).tensors, built.weights)
+    path = grappled(tf, plain, list(built.outputs), tmp_path / "grappled.pb")
+    names = [node.name for node in tf.compat.v1.GraphDef.FromString(path.read_bytes()).node]
+    assert "bert/pooler/dense/kernel" not in names and "bert/pooler/dense/kernel/read" in names
+    result = frozen.read(path).tensors
+    # The scores of words are their table, whose folded transposition has become a copy.
+    words = result.pop("cls/predictions/output_weights", None)
+    assert same(result, built.weights)
+    if "mlm" in heads:
+        assert words is not None and torch.equal(words, result["bert/embeddings/word_embeddings"])
+
+
+def test_a_grappled_graph_computes_the_same(
+    tf: ModuleType, tf_bert: ModuleType, tmp_path: Path
+) -> None:
+    built = tf_bert.build(tf, partitions=3)
+    plain = tf_bert.freeze(tf, built, tmp_path / "plain" / "frozen.pb")
+    path = grappled(tf, plain, list(built.outputs), tmp_path / "frozen.pb")
+    (tmp_path / "bert_config.json").write_text(json.dumps(built.config))
+    ids, mask, segments = tf_bert.batch(built.config)
+    names = ["sequence_output", "mlm_logits"]
+    hidden, scores = tf_bert.run_frozen(tf, path, names, (ids, mask, segments))
+    rows: list[Any] = [
+        SimpleNamespace(ids=row[:n], types=types[:n])
+        for row, types, n in zip(ids, segments, mask.sum(1), strict=True)
+    ]
+    checkpoint = load(path)
+    assert checkpoint.gelu.form == "erf" and set(checkpoint.model.heads) >= {"mlm", "nsp"}
+    packed = Packed.build(rows)
+    with torch.inference_mode():
+        result = checkpoint.model.bert(packed)
+        words = checkpoint.model.head("mlm")(result, packed)
+    real = mask.astype(bool)
+    assert torch.allclose(result, torch.from_numpy(hidden[real]), atol=2e-5)
+    assert torch.allclose(words, torch.from_numpy(scores[real]), atol=1e-4)
+    other = torch.from_numpy(hidden[real]).roll(1, 0)
+    assert not torch.allclose(result, other, atol=0.1)
+
+
+@pytest.mark.parametrize("optimize", [False, True])
+@pytest.mark.parametrize("strategy", ["div", "mod"])
+def test_parts_are_joined_as_the_graph_looks_them_up(
+    strategy: str, optimize: bool, tf: ModuleType, tmp_path: Path
+) -> None:
+    v1 = tf.compat.v1
+    with tf.Graph().as_default() as graph, v1.Session(graph=graph) as session:
+        ids = v1.placeholder(tf.int32, [None], "ids")
+        table = v1.get_variable(
+            "a/table", [8, 3], partitioner=v1.fixed_size_partitioner(3), use_resource=False
+        )
+        rows = v1.nn.embedding_lookup(table, ids, partition_strategy=strategy)
+        tf.identity(rows, "rows")
+        session.run(v1.global_variables_initializer())
+        want = session.run("rows:0", {"ids:0": np.arange(8)})
+        definition = v1.graph_util.convert_variables_to_constants(
+            session, graph.as_graph_def(), ["rows"]
+        )
+    path = tmp_path / "frozen.pb"
+    path.write_bytes(definition.SerializeToString())
+    if optimize:
+        path = grappled(tf, path, ["rows"], tmp_path / "grappled.pb")
+    contents = frozen.read(path)
+    assert same(contents.tensors, {"a/table": want})
+    assert "a/table was joined of 3 parts" in contents.notes
+
+
+def test_parts_of_columns(tf: ModuleType, tmp_path: Path) -> None:
+    """Equal shapes do not show the axis; the node that joins them does."""
+    v1 = tf.compat.v1
+    with tf.Graph().as_default() as graph, v1.Session(graph=graph) as session:
+        cut = v1.fixed_size_partitioner(2, axis=1)
+        kernel = v1.get_variable("a/kernel", [2, 4], partitioner=cut, use_resource=False)
+        tf.identity(tf.convert_to_tensor(kernel), "out")
+        session.run(v1.global_variables_initializer())
+        want = session.run("out:0")
+        definition = v1.graph_util.convert_variables_to_constants(
+            session, graph.as_graph_def(), ["out"]
+        )
+    (tmp_path / "frozen.pb").write_bytes(definition.SerializeToString())
+    assert same(frozen.read(tmp_path / "frozen.pb").tensors, {"a/kernel": want})
+
+
+def test_a_part_that_is_missing(tf: ModuleType, tf_bert: ModuleType, tmp_path: Path) -> None:
+    path = tf_bert.freeze(tf, tf_bert.build(tf, partitions=3), tmp_path / "frozen.pb")
+    data = path.read_bytes().replace(b"word_embeddings/part_1", b"word_embeddings/part_7")
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"word_embeddings' has the parts 0, 2, 7, which do"):
+        frozen.read(path)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -363,9 +364,9 @@ def test_a_file_that_is_cut_while_it_is_read_is_reported(
     path.write_bytes(GOOD)
     find = frozen._find
 
-    def cut_then_find(data: memoryview, nodes: dict) -> object:
+    def cut_then_find(*arguments: Any) -> object:
         os.truncate(path, 0)
-        return find(data, nodes)
+        return find(*arguments)
 
     monkeypatch.setattr(frozen, "_find", cut_then_find)
     with pytest.raises(CheckpointError, match=r"frozen\.pb: '.*'"):

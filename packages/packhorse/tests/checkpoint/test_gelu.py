@@ -20,7 +20,7 @@ import torch
 from packhorse import checkpoint
 from packhorse.checkpoint import Checkpoint, gelu
 from packhorse.checkpoint.inspection import inspect
-from packhorse.checkpoint.tensorflow import freezing, graphdef
+from packhorse.checkpoint.tensorflow import freezing, frozen, graphdef
 from packhorse.errors import CheckpointError, InputError
 from packhorse.packing.batch import Packed
 
@@ -205,3 +205,19 @@ def test_both_forms_in_one_graph(tf: ModuleType, model: Callable, tmp_path: Path
     with pytest.raises(CheckpointError, match=r"in both forms, by erf and by tanh.*--gelu"):
         checkpoint.load(folder / "frozen.pb")
     assert difference(checkpoint.load(folder / "frozen.pb", gelu="tanh"), model("tanh")) <= 1e-5
+
+
+@pytest.mark.parametrize(("fused", "form"), [(b"GeluExact", "erf"), (b"GeluApproximate", "tanh")])
+def test_a_gelu_that_was_fused_into_a_product(
+    fused: bytes, form: str, tf: ModuleType, tmp_path: Path
+) -> None:
+    """As TensorFlow's optimizer names it, on processors where it fuses that far."""
+    graph = tf.compat.v1.GraphDef()
+    for name, op in (("x", "Placeholder"), ("w", "Const"), ("b", "Const")):
+        graph.node.add(name=name, op=op).attr["dtype"].type = 1
+    for node in graph.node[1:]:
+        node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto([1.0, 2.0]))
+    product = graph.node.add(name="y", op="_FusedMatMul", input=["x", "w", "b"])
+    product.attr["fused_ops"].list.s.extend([b"BiasAdd", fused])
+    (tmp_path / "frozen.pb").write_bytes(graph.SerializeToString())
+    assert frozen.read(tmp_path / "frozen.pb").gelu == {form}

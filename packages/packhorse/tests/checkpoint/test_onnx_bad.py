@@ -195,7 +195,7 @@ BAD: dict[str, tuple[bytes, str]] = {
         "more than 10000 tensors",
     ),
     "many nodes": (model(*[(1, b"")] * 50_001), "more than 50000 nodes"),
-    "many fields": (model((1, b"\x38\x01" * 1_100_000)), "more than 1000000 fields"),
+    "many fields": (model((1, b"\x30\x01" * 1_100_000)), "more than 1000000 fields"),
     "an attribute twice": (
         model((5, tensor()), (1, node("Gemm", "xa", "y", *[(5, attribute("transB", (3, 1)))] * 2))),
         "'transB' of '' does not have exactly one value",
@@ -209,10 +209,13 @@ BAD: dict[str, tuple[bytes, str]] = {
         "'axis' of '' does not have exactly one value",
     ),
     "fused": (
-        model((5, tensor()), (1, node("Attention", ["x", A], ["y"], (3, "fused")))),
-        "'fused' is a Attention.* before it was optimized",
+        model((5, tensor()), (1, node("PackedAttention", ["x", A], ["y"], (3, "fused")))),
+        "'fused' is a PackedAttention.* before it was optimized",
     ),
-    "blocks of int8": (dequantized([2, 1], bytes(8), block_size=2), "in a way that is not read"),
+    "blocks of int8": (
+        dequantized([2, 1], bytes(8), block_size=2),
+        r"for blocks of 2 along axis 1 of \[2, 3\]",
+    ),
     "a scale that does not fit": (
         dequantized([5], bytes(20)),
         r"shape \[5\] does not fit \[2, 3\]",

@@ -13,17 +13,21 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
+from torch.testing import assert_close
 
 import packhorse
+from packhorse.checkpoint import load
 from packhorse.checkpoint import onnx as reader
+from packhorse.packing.batch import Packed
 
 EXPORTS = Path(__file__).parent / "exports"
 SIZES: dict[str, Any] = {
@@ -162,6 +166,47 @@ def test_half_precision() -> None:
     )
     assert result.keys() == want.keys()
     assert all(torch.equal(tensor, want[name].half()) for name, tensor in result.items())
+
+
+def test_tf2onnx() -> None:
+    """TensorFlow's names and kernels; ONNX Runtime computes what is loaded of them."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    path = EXPORTS / "tf2onnx" / "bert.onnx"
+    config = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "max_position_embeddings": 24,
+        "vocab_size": 80,
+        "hidden_act": "gelu",
+    }
+    checkpoint = load(path, config=config, gelu="erf")
+    assert set(checkpoint.model.heads) >= {"mlm", "nsp"}
+    rng = np.random.default_rng(0)
+    rows: list[Any] = [
+        SimpleNamespace(ids=rng.integers(0, 80, n), types=np.arange(n) % 2) for n in (11, 24, 3)
+    ]
+    padded = np.zeros((3, len(rows), 24), np.int32)
+    for number, row in enumerate(rows):
+        padded[:, number, : len(row.ids)] = row.ids, np.ones_like(row.ids), row.types
+    feeds = dict(zip(("input_ids:0", "input_mask:0", "segment_ids:0"), padded, strict=True))
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    hidden, scores, pairs = session.run(
+        ["sequence_output:0", "mlm_logits:0", "nsp_logits:0"], feeds
+    )
+    packed = Packed.build(rows)
+    real = padded[1].astype(bool)
+    with torch.inference_mode():
+        states = checkpoint.model.bert(packed)
+        results = [
+            (states, hidden[real]),
+            (checkpoint.model.head("mlm")(states, packed), scores[real]),
+            (checkpoint.model.head("nsp")(states, packed), pairs),
+        ]
+    for result, want in results:
+        assert_close(result, torch.from_numpy(want), atol=5e-5, rtol=0)
+        assert not torch.allclose(result, torch.from_numpy(want).roll(1, 0), atol=1e-2)
 
 
 @pytest.mark.parametrize("export", exports("-(int8|uint8-channels|qdq)$"))

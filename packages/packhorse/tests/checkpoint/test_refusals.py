@@ -96,15 +96,10 @@ def arrays(path: Path) -> None:
     np.savez(path, kernel=np.ones((2, 3), "f4"))
 
 
-def llama(path: Path) -> None:
-    path.write_bytes(b"GGUF\3\0\0\0" + bytes(16))
-
-
 FOREIGN: dict[str, tuple[Callable[[Path], None], str]] = {
     "tf_model.h5": (hdf5, "from_pretrained('{folder}', from_tf=True).save_pretrained"),
     "flax_model.msgpack": (flax, "from_pretrained('{folder}', from_flax=True).save_pretrained"),
     "arrays.npz": (arrays, "numpy.load('{file}')"),
-    "bert.gguf": (llama, "hf download"),
 }
 
 

@@ -30,6 +30,7 @@ class Contents:
     notes: tuple[str, ...] = ()  # for the user: what was dequantized, renamed or left out
     gelu: frozenset[str] = frozenset()  # forms in its graph, if there is one: "erf", "tanh"
     graph: Path | None = None  # the file that holds this graph
+    max_positions: int | None = None  # where the graph is of one length and has no more of them
 
 
 def checksum(tensor: Tensor) -> str:

@@ -28,6 +28,8 @@ Form = Literal["erf", "tanh"]
 HIDDEN_ACT = {"erf": "gelu", "tanh": "gelu_new"}  # form → its name in transformers' hidden_act
 FORMS = {"gelu": "erf", "gelu_tanh": "tanh"}  # our name of an activation → its form
 
+# Grappler's names of a GELU that it fused into the product before it.
+FUSED = {b"GeluExact": "erf", b"GeluApproximate": "tanh"}
 COEFFICIENT = 0.044715
 TOLERANCE = 0.01  # relative: bfloat16 keeps 8 bits of the coefficient
 STEPS = 6  # nodes from a Tanh back to the constant at most; there are 4 in Google's code
@@ -134,6 +136,10 @@ def forms_in_nodes(data: memoryview, nodes: dict[str, GraphNode], file: BinaryIO
     for node in nodes.values():
         if node.op in ("Erf", "Erfc"):
             forms.add("erf")
+        elif node.op.startswith("_Fused"):
+            begin, end = graphdef.attributes(data, node).get("fused_ops", (node.end, node.end))
+            names = bytes(data[begin:end])
+            forms |= {form for name, form in FUSED.items() if name in names}
         elif node.op == "Tanh" and "tanh" not in forms:
             ancestors = _ancestors(node, nodes)
             for ancestor in ancestors:

@@ -17,6 +17,7 @@ from packhorse.checkpoint import (
     building,
     configuration,
     files,
+    gguf,
     hf,
     judging,
     names,
@@ -31,6 +32,7 @@ from packhorse.checkpoint.contents import Contents
 from packhorse.checkpoint.gelu import Gelu
 from packhorse.checkpoint.gelu import choose as choose_gelu
 from packhorse.checkpoint.names import CanonicalCheckpoint, tf1
+from packhorse.checkpoint.names import gguf as gguf_names
 from packhorse.checkpoint.sentence import SentenceLayout
 from packhorse.checkpoint.sources import ModelSource
 from packhorse.errors import CheckpointError
@@ -137,6 +139,7 @@ def load(
             source, contents, config, heads, gelu, task
         )
         building.check_encoder(ignored, canonical)
+        max_positions = max_positions or contents.max_positions
         if vocab_size or max_positions:
             canonical = names.resize(
                 canonical,
@@ -150,6 +153,8 @@ def load(
             canonical, note = adapters.merge(canonical, adapters.read(source.adapter), tied)
             notes = (*notes, note)
         vocabulary = configuration.vocabulary(source.folder, vocab)
+        if vocabulary is None and source.format == "gguf" and gguf.has_tokenizer(source.path):
+            vocabulary = source.path
         judged = source.layout.judged if source.layout else None
         if source.layout is None:
             judged = judging.find_words(canonical.raw, vocabulary)
@@ -210,7 +215,11 @@ def _canonical(
         scope = tf1.scope(tensors)
         tensors, names_in_file = tf1.from_tensorflow(tensors, scope)
         foreign = partial(_variable_name, scope)
+    config = config or contents.config
     raw = configuration.find(source.folder, config, heads, tensors, _config_names(source))
+    if contents.format == "gguf":
+        tensors, names_in_file = gguf_names.from_gguf(tensors, raw)
+        foreign = partial(gguf_names.tensor_name, raw)
     raw, form = choose_gelu(raw, contents, gelu)
     dequantized = quantized.dequantize(raw, tensors)
     if dequantized:

@@ -5,7 +5,7 @@ anything else is a hub id. Formats are recognized by the files' contents, and by
 where a format has no signature. In a folder the first format of `FORMATS` that is present is taken:
 the ones that keep most of a model come first. A folder with nothing but an adapter
 stands for its base with the adapter in it. Files of other programs in which BERT models are
-published (Keras, Flax, numpy, GGUF) are refused with the command that converts them.
+published (Keras, Flax, numpy) are refused with the command that converts them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from packhorse.checkpoint import adapters, files, gelu, hf, hub, onnx, sentence
+from packhorse.checkpoint import adapters, files, gelu, gguf, hf, hub, onnx, sentence
 from packhorse.checkpoint.contents import Contents
 from packhorse.checkpoint.tensorflow import frozen, tf1
 from packhorse.errors import CheckpointError
@@ -26,10 +26,11 @@ FORMATS = {  # and the files that each is recognized by, for messages
     "tf1": "a TensorFlow checkpoint: PREFIX.index and PREFIX.data-…",
     "onnx": "model.onnx, here or in a folder onnx",
     "frozen": "a frozen TensorFlow graph: NAME.pb",
+    "gguf": "a GGUF file of llama.cpp: NAME.gguf",
 }
 INDEXES = {kind.index for kind in hf.KINDS.values()}  # such a file stands for its folder
 # Format by file name, where the contents do not show it; its reader then reports the damage.
-SUFFIXES = {".onnx": "onnx", ".pb": "frozen", ".meta": "frozen"}
+SUFFIXES = {".onnx": "onnx", ".pb": "frozen", ".meta": "frozen", ".gguf": "gguf"}
 
 _TRANSFORMERS = (
     "python -c \"from transformers import AutoModel; AutoModel.from_pretrained('{folder}', "
@@ -53,11 +54,6 @@ FOREIGN: dict[str, tuple[re.Pattern[bytes] | None, str]] = {
         "holds arrays of numpy, which are not read here; if they have the names of transformers: "
         'python -c "import numpy, safetensors.numpy as s; '
         "s.save_file(dict(numpy.load('{file}')), '{folder}/model.safetensors')\"",
-    ),
-    ".gguf": (
-        re.compile(rb"GGUF"),
-        "is a model for llama.cpp (GGUF), from which nothing makes a BERT again; pass the model "
-        "that it was made of: hf download ORG/NAME",
     ),
 }
 SIGNATURE = 512  # bytes at the beginning of a file that show its format
@@ -91,7 +87,7 @@ class ModelSource:
     def _reader(self) -> Callable[[Path], Contents]:
         if self.format in ("safetensors", "torch"):
             return hf.read if self.path.is_dir() else hf.read_file
-        return {"onnx": onnx.read, "frozen": frozen.read}[self.format]
+        return {"onnx": onnx.read, "frozen": frozen.read, "gguf": gguf.read}[self.format]
 
 
 def find(model: str | Path) -> ModelSource:
@@ -106,7 +102,16 @@ def find(model: str | Path) -> ModelSource:
     if adapters.is_adapter(home) and not hf.format_of(home):
         return replace(adapted(_base(home), home), name=name)
     format, weights = _folder_format(home)
+    layout = layout or _own_layout(format, weights)
     return ModelSource(format, weights, home, layout, path, name)
+
+
+def _own_layout(format: str, weights: Path) -> sentence.SentenceLayout | None:
+    """The pooling that a file of weights names itself."""
+    pooling = gguf.pooling(weights) if format == "gguf" else None
+    if pooling is None:
+        return None
+    return sentence.SentenceLayout(weights.parent, weights.parent, pooling=(pooling,))
 
 
 def adapted(source: ModelSource, adapter: str | Path) -> ModelSource:
@@ -142,7 +147,7 @@ def _file_source(path: Path, name: str) -> ModelSource:
     prefix = tf1.find(path)
     weights = prefix or path
     format = "tf1" if prefix else _file_format(path)
-    layout = sentence.read(weights.parent)
+    layout = sentence.read(weights.parent) or _own_layout(format, weights)
     return ModelSource(format, weights, weights.parent, layout, weights, name)
 
 
@@ -152,6 +157,8 @@ def _file_format(path: Path) -> str:
         raise CheckpointError(problem)
     if format := hf.sniff(path):
         return format
+    if gguf.sniff(path):
+        return "gguf"
     if onnx.sniff(path):
         return "onnx"
     if frozen.known(path):  # its reader explains TensorFlow's other files too
@@ -178,7 +185,12 @@ def _folder_format(folder: Path) -> tuple[str, Path]:
             return "onnx", place / "model.onnx"
     if any(files.exists(folder, f"saved_model.{suffix}") for suffix in ("pb", "pbtxt")):
         return "frozen", folder  # its reader explains what to do with a SavedModel
-    for suffix, format in ((".onnx", "onnx"), (".pb", "frozen"), (".pbtxt", "frozen")):
+    for suffix, format in (
+        (".onnx", "onnx"),
+        (".pb", "frozen"),
+        (".pbtxt", "frozen"),
+        (".gguf", "gguf"),
+    ):
         paths = [path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()]
         if len(paths) == 1:
             return format, paths[0]

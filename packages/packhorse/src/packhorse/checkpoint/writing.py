@@ -23,7 +23,7 @@ from packhorse.checkpoint.names.tf1 import to_tensorflow
 from packhorse.checkpoint.tensorflow import tf1
 from packhorse.errors import InputError
 from packhorse.model.heads import Embed
-from packhorse.tokens.files import is_cased, wordpiece_vocabulary
+from packhorse.tokens.files import gguf_settings, is_cased, open_library, wordpiece_vocabulary
 
 PREFIX = "bert_model.ckpt"  # the name of Google's own checkpoints
 
@@ -116,7 +116,7 @@ def _write_vocabulary(draft: Path, checkpoint: Checkpoint) -> None:
     if path is None or (path / "vocab.txt").is_file():
         return
     tokenizer = path / "tokenizer.json" if path.is_dir() else path
-    if tokenizer.suffix == ".json" and (words := wordpiece_vocabulary(tokenizer)):
+    if tokenizer.suffix in (".json", ".gguf") and (words := wordpiece_vocabulary(tokenizer)):
         (draft / "vocab.txt").write_text("\n".join(words) + "\n", "utf-8")
 
 
@@ -126,6 +126,10 @@ def _write_tokenizer(draft: Path, checkpoint: Checkpoint) -> None:
         return
     if path.is_dir():
         hf.copy_tokenizer(path, draft)
+    elif path.suffix == ".gguf":
+        open_library(path, {})[0].save(str(draft / "tokenizer.json"))
+        settings = gguf_settings(path) | {"model_max_length": checkpoint.max_length}
+        files.write_json(draft, "tokenizer_config.json", settings)
     else:
         name = "tokenizer.json" if path.suffix == ".json" else "vocab.txt"
         shutil.copyfile(path, draft / name)

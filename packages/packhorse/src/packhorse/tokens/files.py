@@ -1,5 +1,7 @@
 """The files of a tokenizer: `tokenizer.json` or an old `vocab.txt`, and `tokenizer_config.json`.
 
+A GGUF file of llama.cpp has a vocabulary of its own (`tokens.gguf`).
+
 A regular expression in a file would run on users' texts and may backtrack forever, so only those in
 `KNOWN_REGEXES` are accepted. Every problem is an error that names the file.
 
@@ -15,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import CheckpointError, PackhorseError
+from packhorse.gguf import MAGIC, read_header
 from packhorse.json_types import is_object
+from packhorse.tokens import gguf
 
 if TYPE_CHECKING:
     # The class of the `tokenizers` library. Ours, which is built around it, has the same name; so
@@ -143,17 +147,38 @@ def is_cased(path: Path) -> bool:
 
 def wordpiece_vocabulary(path: Path) -> list[str]:
     """A WordPiece `tokenizer.json` as the lines of a `vocab.txt`; empty if it is not WordPiece."""
-    model = parse_object(path)[1].get("model")
+    rules = open_library(path, {})[1] if is_gguf(path) else parse_object(path)[1]
+    model = rules.get("model")
     if not is_object(model) or model.get("type") != "WordPiece":
         return []
     numbered: dict[int, str] = {number: word for word, number in model["vocab"].items()}
     return [numbered[n] for n in range(len(numbered))] if max(numbered) < len(numbered) else []
 
 
-def _from_vocabulary(path: Path, config: dict[str, Any]) -> "Library":
+def is_gguf(path: Path) -> bool:
+    """Is this a file of llama.cpp, by its first bytes?"""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def gguf_settings(path: Path) -> dict[str, Any]:
+    """A `tokenizer_config.json` for the tokenizer of a GGUF file."""
+    with path.open("rb") as file:
+        special = gguf.special_tokens(read_header(file).metadata)
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+
+
+def _from_gguf(path: Path, config: dict[str, Any]) -> "Library":
+    with path.open("rb") as file:
+        metadata = read_header(file).metadata
+    if gguf.kind(metadata) == "t5":
+        return gguf.unigram(metadata)
+    return _wordpiece(path, gguf.words(metadata), {**gguf.special_tokens(metadata), **config})
+
+
+def _wordpiece(path: Path, vocabulary: dict[str, int], config: dict[str, Any]) -> "Library":
     import tokenizers
 
-    vocabulary = _vocabulary(path)
     names = {role: spellings(role, config)[0] for role in SPELLINGS}
     missing = [n for role, n in names.items() if n not in vocabulary and role != "mask"]
     if missing:
@@ -183,7 +208,8 @@ def open_library(path: Path, config: dict[str, Any]) -> tuple["Library", dict[st
         text, rules = parse_object(path)
         library = Tokenizer.from_str(text)
     else:
-        library = _from_vocabulary(path, config)
+        read = _from_gguf(path, config) if is_gguf(path) else None
+        library = read or _wordpiece(path, _vocabulary(path), config)
         rules = json.loads(library.to_str())
     library.no_truncation()
     library.no_padding()

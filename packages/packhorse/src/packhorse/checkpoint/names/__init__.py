@@ -34,6 +34,7 @@ from packhorse.checkpoint.names.families import (
     modules_of,
 )
 from packhorse.checkpoint.names.families import Table as Table
+from packhorse.checkpoint.names.families import siblings as siblings
 from packhorse.checkpoint.names.families import source as source
 from packhorse.checkpoint.names.families import sources as sources
 from packhorse.checkpoint.names.families import table as table

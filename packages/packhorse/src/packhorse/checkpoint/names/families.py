@@ -1367,3 +1367,26 @@ def source(name: str, family: Family) -> str:
 def modules_of(entry: Entry) -> tuple[str, ...]:
     """The foreign modules of a template, one or several."""
     return (entry,) if isinstance(entry, str) else entry
+
+
+def siblings(module: str, ours: str, sibling: str) -> tuple[str, ...]:
+    """The foreign modules of one of ours, by a foreign module that is another; empty if unknown.
+
+    For `….layer.0.attention.output.dense`, which is BERT's `attention.out`, its sibling
+    `attention.qkv` is `….layer.0.attention.self.query` and two more.
+    """
+    for family in FAMILIES.values():
+        for name, entry in family.tensors.items():
+            others = family.tensors.get(name.removesuffix(ours) + sibling)
+            if not name.endswith(f".{ours}") or others is None:
+                continue
+            ending = _in_layer(modules_of(entry)[0], family)
+            if f".{module}".endswith(f".{ending}"):
+                root = module.removesuffix(ending)
+                return tuple(root + _in_layer(other, family) for other in modules_of(others))
+    return ()
+
+
+def _in_layer(template: str, family: Family) -> str:
+    """What follows the number of the layer in a template, or the family's prefix."""
+    return re.split(r"\.(?:\d+|\{\})\.", template.removeprefix(family.prefix))[-1]

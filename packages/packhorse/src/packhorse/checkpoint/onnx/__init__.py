@@ -51,19 +51,38 @@ NODE = {
     3: BYTES,  # name
     4: BYTES,  # op_type
     5: BYTES,  # attribute
+    7: BYTES,  # domain
     9: BYTES,  # metadata_props
 }
-ATTRIBUTE = {1: BYTES, 2: FIXED32, 3: VARINT, 5: BYTES, 8: None}  # name, f, i, t, ints
+ATTRIBUTE = {  # name, f, i, s, t, ints
+    1: BYTES,
+    2: FIXED32,
+    3: VARINT,
+    4: BYTES,
+    5: BYTES,
+    8: None,
+}
 FLOAT = 2
 INTEGER = 3
+TEXT = 4
 TENSOR = 5
 INTEGERS = 8
 ATTRIBUTES = {  # of each operation, those that are read, and the field of their value
     "Cast": {"to": INTEGER},
     "Constant": {"value": TENSOR},
     "DequantizeLinear": {"axis": INTEGER, "block_size": INTEGER},
+    "FusedGemm": {"alpha": FLOAT, "beta": FLOAT, "transA": INTEGER, "transB": INTEGER},
+    "FusedMatMul": {
+        "alpha": FLOAT,
+        "transA": INTEGER,
+        "transB": INTEGER,
+        "transBatchA": INTEGER,
+        "transBatchB": INTEGER,
+    },
     "Gather": {"axis": INTEGER},
+    "Gelu": {"approximate": TEXT},
     "Gemm": {"alpha": FLOAT, "beta": FLOAT, "transA": INTEGER, "transB": INTEGER},
+    "MatMulNBits": {"K": INTEGER, "N": INTEGER, "bits": INTEGER, "block_size": INTEGER},
     "Transpose": {"perm": INTEGERS},
 }
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
@@ -99,7 +118,16 @@ def read(path: Path) -> Contents:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
     paths = (path, *(path.parent / name for name in loader.external))
-    return Contents("onnx", path.parent, paths, tensors, notes=recovered.notes)
+    return Contents(
+        "onnx",
+        path.parent,
+        paths,
+        tensors,
+        notes=recovered.notes,
+        gelu=recovered.gelu,
+        graph=path,
+        max_positions=recovered.max_positions,
+    )
 
 
 def _load(weights: Mapping[str, Weight], loader: TensorLoader) -> dict[str, Tensor]:
@@ -117,13 +145,28 @@ def _load(weights: Mapping[str, Weight], loader: TensorLoader) -> dict[str, Tens
             evaluated[weight.stored] = (weight, tensor)
         else:
             first, tensor = evaluated[weight.stored]
-            if (first.scale, first.zero, first.axis) != (weight.scale, weight.zero, weight.axis):
+            if _dequantization(first) != _dequantization(weight):
                 raise CheckpointError(f"{weight.stored.name!r} is dequantized in two ways")
-            if tensor.nbytes <= room:
+            if tensor.nbytes <= room and not weight.part:
                 room -= tensor.nbytes
                 tensor = tensor.clone()
-        tensors[name] = tensor.t() if weight.transposed else tensor
+        tensor = tensor[0] if weight.is_row else tensor
+        tensor = tensor.t() if weight.transposed else tensor
+        tensors[name] = _third(tensor, weight) if weight.part else tensor
     return tensors
+
+
+def _dequantization(weight: Weight) -> tuple[Any, ...]:
+    return weight.scale, weight.zero, weight.axis, weight.block, weight.bits
+
+
+def _third(tensor: Tensor, weight: Weight) -> Tensor:
+    if len(tensor) % 3:
+        raise CheckpointError(
+            f"{weight.stored.name!r} has {len(tensor)} columns, which are no queries, keys and "
+            f"values of one size"
+        )
+    return tensor.chunk(3)[weight.part - 1]
 
 
 def _evaluate(weight: Weight, loader: TensorLoader) -> Tensor:
@@ -134,23 +177,78 @@ def _evaluate(weight: Weight, loader: TensorLoader) -> Tensor:
     scale = loader.read(weight.scale)
     zero = loader.read(weight.zero) if weight.zero else None
     try:
-        return dequantize(tensor, scale, zero, weight.axis)
+        if weight.bits:
+            return dequantize_packed(tensor, scale, zero, weight.axis, weight.block, weight.bits)
+        return dequantize(tensor, scale, zero, weight.axis, weight.block)
     except CheckpointError as error:
         raise CheckpointError(f"{weight.stored.name!r}: {error}") from error
 
 
-def dequantize(quantized: Tensor, scale: Tensor, zero: Tensor | None, axis: int) -> Tensor:
+def dequantize(
+    quantized: Tensor, scale: Tensor, zero: Tensor | None, axis: int, block: int = 0
+) -> Tensor:
     """(quantized − zero) × scale in float32, as in ONNX's DequantizeLinear.
 
-    Scale and zero point are single numbers, vary along `axis`, or have as many axes as the tensor.
+    Scale and zero point are single numbers, vary along `axis`, with each `block` of numbers along
+    it, or have as many axes as the tensor.
     """
     if quantized.is_floating_point() or not scale.is_floating_point():
         raise CheckpointError(f"{quantized.dtype} with a scale of {scale.dtype} is not read")
+    if block:
+        scale = _spread(scale, quantized.shape, axis, block)
+        zero = None if zero is None else _spread(zero, quantized.shape, axis, block)
     scale = _broadcastable(scale, quantized.shape, axis)
     centered = quantized.to(torch.int32)
     if zero is not None:
         centered.sub_(_broadcastable(zero.to(torch.int32), quantized.shape, axis))
     return centered.to(torch.float32).mul_(scale.float())
+
+
+def dequantize_packed(
+    packed: Tensor, scale: Tensor, zero: Tensor | None, columns: int, block: int, bits: int
+) -> Tensor:
+    """The weight [out, in] of ONNX Runtime's MatMulNBits, in float32.
+
+    packed: [out, blocks, bytes]; the lowest bits of a byte come first. Zero points are packed in
+    the same way by rows, or floats; without them a number is as far from the middle as it is.
+    """
+    rows, blocks, _ = packed.shape
+    if scale.numel() != rows * blocks or not scale.is_floating_point():
+        raise CheckpointError(f"{scale.numel()} scales for {rows * blocks} blocks")
+    middle = float(1 << (bits - 1))
+    if zero is None:
+        zeros = torch.full((rows, blocks, 1), middle)
+    elif zero.is_floating_point():
+        if zero.numel() != rows * blocks:
+            raise CheckpointError(f"{zero.numel()} zero points for {rows * blocks} blocks")
+        zeros = zero.float().reshape(rows, blocks, 1)
+    else:
+        width = -(-blocks * bits // 8)
+        if zero.dtype != torch.uint8 or zero.numel() != rows * width:
+            raise CheckpointError(f"{zero.numel()} bytes of zero points for {rows} rows")
+        zeros = _numbers(zero.reshape(rows, width), bits)[:, :blocks].reshape(rows, blocks, 1)
+    values = _numbers(packed, bits).float().sub_(zeros)
+    values.mul_(scale.float().reshape(rows, blocks, 1))
+    return values.reshape(rows, blocks * block)[:, :columns].contiguous()
+
+
+def _numbers(packed: Tensor, bits: int) -> Tensor:
+    """Numbers of some bits in bytes, unpacked along the last axis."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    numbers = (packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return numbers.flatten(-2)
+
+
+def _spread(factor: Tensor, shape: torch.Size, axis: int, block: int) -> Tensor:
+    """Scales or zero points of blocks, repeated for each number of a block."""
+    axis = axis % len(shape) if len(shape) else 0
+    blocks = [-(-size // block) if i == axis else size for i, size in enumerate(shape)]
+    if list(factor.shape) != blocks:
+        raise CheckpointError(
+            f"a scale or zero point of shape {list(factor.shape)} for blocks of {block} along axis "
+            f"{axis} of {list(shape)}"
+        )
+    return factor.repeat_interleave(block, axis).narrow(axis, 0, shape[axis])
 
 
 def _broadcastable(factor: Tensor, shape: torch.Size, axis: int) -> Tensor:
@@ -196,6 +294,7 @@ def _read_node(data: MessageFile, message: Field) -> OnnxNode:
     outputs = tuple(map(data.text, fields.get(2, [])))
     name = data.text(data.single(fields, 3))
     op = data.text(data.single(fields, 4))
+    domain = data.text(data.single(fields, 7))
     attributes: dict[str, Any] = {}
     for attribute in fields.get(5, []) if op in ATTRIBUTES else ():
         values = data.fields(ATTRIBUTE, attribute.begin, attribute.end)
@@ -208,7 +307,9 @@ def _read_node(data: MessageFile, message: Field) -> OnnxNode:
                 )
             attributes[key] = _value(data, values, number, outputs[0] if outputs else "")
     module = _module(name, op, _scopes(data, fields.get(9, [])))
-    return OnnxNode(op, name, inputs, outputs, attributes, module)
+    if not module and outputs and op in onnx_graph.NAMED_BY_OUTPUT:
+        module = _module(outputs[0], op, "")
+    return OnnxNode(op, domain, name, inputs, outputs, attributes, module)
 
 
 def _scopes(data: MessageFile, properties: Iterable[Field]) -> str:
@@ -240,6 +341,8 @@ def _value(data: MessageFile, fields: FieldsByNumber, number: int, name: str) ->
     field = data.single(fields, number) or fields[number][0]
     if number == TENSOR:
         return read_stored(data, field, name)
+    if number == TEXT:
+        return data.text(field)
     if number == FLOAT:
         return float(np.uint32(field.value).view(np.float32))
     return wire.signed(field.value)

@@ -55,7 +55,10 @@ DTYPES = {
     12: (torch.uint32, 11, (0, (1 << 32) - 1)),
     13: (torch.uint64, 11, None),
     16: (torch.bfloat16, 5, (0, 65_535)),
+    21: (torch.uint8, 5, (0, 15)),
+    22: (torch.int8, 5, (-8, 7)),
 }
+HALVES = (21, 22)  # uint4 and int4: two in a byte, the low bits first; read from raw bytes only
 # Numbers of fields in TensorProto.
 DIMS = 1
 DATA_TYPE = 2
@@ -217,7 +220,7 @@ def _locate(
         raise CheckpointError("it is not clear where its numbers are: there are several places")
     if dtype not in DTYPES:
         return None
-    size = count * DTYPES[dtype][0].itemsize
+    size = -(-count // 2) if dtype in HALVES else count * DTYPES[dtype][0].itemsize
     if external:
         return _external_location(data, fields[EXTERNAL_DATA], size)
     if typed:
@@ -234,7 +237,7 @@ def _check_size(present: int, needed: int) -> None:
 
 def _typed_location(field: Field, dtype: int, count: int) -> DataLocation:
     torch_dtype, number, _ = DTYPES[dtype]
-    if field.number != number:
+    if field.number != number or dtype in HALVES:
         raise CheckpointError(f"the numbers of type {dtype} are not in the field for them")
     if number in FIXED:
         _check_size(field.value, count * torch_dtype.itemsize)
@@ -339,9 +342,19 @@ class TensorLoader:
             file.seek(location.begin)
             if len(buffer) and file.readinto(buffer.numpy()) != len(buffer):  # pyright: ignore
                 raise CheckpointError("the file ends before its last byte")
+            if stored.dtype in HALVES:
+                buffer = _halves(buffer, stored)
             return buffer.view(DTYPES[stored.dtype][0]).reshape(stored.shape)
         except CheckpointError as error:
             raise CheckpointError(f"{stored.name!r} at byte {location.begin}: {error}") from error
+
+
+def _halves(data: Tensor, stored: StoredTensor) -> Tensor:
+    """Numbers of four bits, as bytes; the sign of an int4 is its highest bit."""
+    numbers = torch.stack([data & 15, data >> 4], dim=-1).flatten()[: stored.count]
+    if DTYPES[stored.dtype][0] == torch.int8:
+        return ((numbers.to(torch.int8) ^ 8) - 8).view(torch.uint8)
+    return numbers
 
 
 def _unpack(file: BinaryIO, stored: StoredTensor) -> Tensor:

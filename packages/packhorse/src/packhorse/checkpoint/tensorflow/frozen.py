@@ -7,6 +7,11 @@ where the variable is used (`L/MatMul/ReadVariableOp/resource`); the weight's na
 derived from that. Where TensorFlow generated the name of a constant, the name of the Identity that
 reads it is used instead.
 
+Grappler, TensorFlow's optimizer, folds that Identity into the constant, which then has its name
+(`L/kernel/read`), and the transposition of a head's weights, which keep no name but that of the
+bias beside them. A partitioned variable is joined again, in the order in which the graph looks its
+rows up.
+
 A graph has hundreds of constants that are not weights. A constant is taken for a weight if it is
 floating point with at least one dimension, unless its name is generated and only arithmetic uses
 it, like the ones of a mask. The graph is never built or run; only the constants are read.
@@ -17,10 +22,12 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+import torch
 from torch import Tensor
 
 from packhorse import wire
@@ -49,7 +56,13 @@ WEIGHT_USERS = {  # operations that take weights, besides arithmetic
     "MatMul",
     "Reshape",
     "Transpose",
+    "_FusedBatchMatMulV2",
+    "_FusedMatMul",
 }
+PRODUCTS = {"MatMul", "_FusedMatMul"}
+STEPS = 8  # nodes at most between a constant or product and what uses it
+FOLDED = re.compile(r"(.*/)?transpose(_\d+)?")  # a transposition of a constant, made one itself
+PART = re.compile(r"(.+)/part_(\d+)")
 GENERATED = re.compile(
     r"(.*/)?(Const|Identity|ReadVariableOp|resource|(ones|zeros)(_like)?|x|y|\d+)(_\d+)?"
     r"|.*_const|ConstantFolding/.*"
@@ -95,7 +108,7 @@ def read(path: Path) -> Contents:
     with files.open_file(path.parent, path.name) as file:
         try:
             weights, notes, forms = _survey(file, path.parent)
-            tensors = {name: _load(file, name, weights[name]) for name in weights}
+            tensors = {name: weight.read(file, name) for name, weight in weights.items()}
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error.__cause__
         except OSError as error:
@@ -103,9 +116,29 @@ def read(path: Path) -> Contents:
     return Contents("frozen", path.parent, (path,), tensors, notes=notes, gelu=forms, graph=path)
 
 
+@dataclass(frozen=True)
+class FrozenWeight:
+    """The constants that are a weight, and how they are put together."""
+
+    parts: tuple[StoredConstant, ...]
+    axis: int = 0  # along which parts follow each other
+    in_turn: bool = False  # row i is in part i modulo their number
+    transposed: bool = False
+
+    def read(self, file: BinaryIO, name: str) -> Tensor:
+        parts = [_load(file, name, part) for part in self.parts]
+        if self.in_turn:
+            result = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
+            for number, part in enumerate(parts):
+                result[number :: len(parts)] = part
+        else:
+            result = torch.cat(parts, self.axis) if len(parts) > 1 else parts[0]
+        return result.T.contiguous() if self.transposed else result
+
+
 def _survey(
     file: BinaryIO, folder: Path
-) -> tuple[dict[str, StoredConstant], tuple[str, ...], frozenset[str]]:
+) -> tuple[dict[str, FrozenWeight], tuple[str, ...], frozenset[str]]:
     """Where the weights are, notes, and the forms of GELU that the nodes compute.
 
     A function of its own, so that the file's bytes are freed before the weights are allocated.
@@ -115,7 +148,7 @@ def _survey(
         message = OTHERS[kind].replace("DIR", str(folder))
         raise CheckpointError(message + (parse_error(data) if kind == "unknown" else ""))
     nodes = _nodes(data)
-    weights, notes = _find(data, nodes)
+    weights, notes = _find(data, nodes, file)
     return weights, notes, forms_in_nodes(data, nodes, file)
 
 
@@ -166,12 +199,14 @@ def _nodes(data: memoryview) -> dict[str, GraphNode]:
 
 
 def _find(
-    data: memoryview, nodes: dict[str, GraphNode]
-) -> tuple[dict[str, StoredConstant], tuple[str, ...]]:
+    data: memoryview, nodes: dict[str, GraphNode], file: BinaryIO
+) -> tuple[dict[str, FrozenWeight], tuple[str, ...]]:
     """The weights by name, and notes about the other constants."""
     constants = _constants(data, nodes.values())
     readers, users = _readers(nodes)
     names = _names(constants, readers)
+    folded = _folded(nodes, constants, names)
+    names |= folded
     weights = {
         names[name]: constant
         for name, constant in constants.items()
@@ -180,7 +215,122 @@ def _find(
     _check_limits(weights, len(data))
     total = sum(node.op == "Const" for node in nodes.values())
     renamed = [(name, names[name]) for name in constants if names[name] != name]
-    return weights, tuple(_notes(total - len(weights), renamed, _functions(data)))
+    notes = _notes(total - len(weights), renamed, _functions(data))
+    turned = set(folded.values())
+    whole = {
+        name: FrozenWeight((constant,), transposed=name in turned)
+        for name, constant in weights.items()
+    }
+    joined = _joined(_PartReader(data, nodes, file), weights, names)
+    for name in joined:
+        for number in range(len(joined[name].parts)):
+            del whole[f"{name}/part_{number}"]
+    joins = [f"{name} was joined of {len(weight.parts)} parts" for name, weight in joined.items()]
+    return whole | joined, (*notes, *joins)
+
+
+def _folded(
+    nodes: dict[str, GraphNode], constants: dict[str, StoredConstant], names: dict[str, str]
+) -> dict[str, str]:
+    """Folded transpositions of heads' weights, by node: the names of what was transposed."""
+    biases: dict[str, str] = {}  # by product
+    for node in nodes.values():
+        sources = tuple(node.sources)
+        if node.op == "BiasAdd" and len(sources) > 1:
+            biases[_origin(nodes, sources[0], ("Identity", "Reshape"))] = sources[1]
+        elif node.op == "_FusedMatMul" and len(sources) > 2:
+            biases[node.name] = sources[2]
+    folded: dict[str, str] = {}
+    for node in nodes.values():
+        value = _source(node, 1) if node.op in PRODUCTS else ""
+        bias = names.get(_origin(nodes, biases.get(node.name, "")), "")
+        if value in constants and FOLDED.fullmatch(value) and bias.endswith("output_bias"):
+            weights = f"{bias.removesuffix('bias')}weights"
+            if weights not in names.values():
+                folded[value] = weights
+    return folded
+
+
+def _origin(
+    nodes: dict[str, GraphNode], name: str, through: tuple[str, ...] = ("Identity",)
+) -> str:
+    """The node that nodes of these operations lead back to, in a few steps."""
+    for _ in range(STEPS):
+        if name not in nodes or nodes[name].op not in through:
+            break
+        name = _source(nodes[name], 0)
+    return name
+
+
+def _source(node: GraphNode, number: int) -> str:
+    """The node that an input comes from; "" if there is no such input."""
+    return next(islice(node.sources, number, None), "")
+
+
+@dataclass(frozen=True)
+class _PartReader:
+    """How a graph puts the parts of a variable together."""
+
+    data: memoryview
+    nodes: dict[str, GraphNode]
+    file: BinaryIO
+
+    def axis(self, name: str) -> int:
+        """The axis of the node that joins the parts of a variable; 0 if none does."""
+        node = self.nodes.get(f"{name}/ConcatPartitions/concat/axis")
+        if node is None or node.op != "Const":
+            return 0
+        attributes = graphdef.attributes(self.data, node)
+        dtype = graphdef.dtype_of(self.data, attributes.get("dtype"))
+        stored = graphdef.stored(self.data, attributes.get("value", (node.end, node.end)), dtype)
+        if stored.shape:
+            raise CheckpointError(f"{node.name!r} is no axis")
+        return int(graphdef.read(self.file, stored))
+
+    def in_turn(self, parts: set[str]) -> bool:
+        """Are rows looked up by their number modulo that of the parts (strategy "mod")?"""
+        for node in self.nodes.values():
+            if node.op != "GatherV2" or _origin(self.nodes, _source(node, 0)) not in parts:
+                continue
+            divided = self._before(_source(node, 1))
+            if divided is None or divided.op != "DynamicPartition":
+                continue
+            number = self._before(_source(divided, 1))
+            if number is not None and number.op in ("FloorMod", "Mod"):
+                return True
+        return False
+
+    def _before(self, name: str) -> GraphNode | None:
+        return self.nodes.get(_origin(self.nodes, name, ("Identity", "Cast")))
+
+
+def _joined(
+    graph: _PartReader, weights: dict[str, StoredConstant], names: dict[str, str]
+) -> dict[str, FrozenWeight]:
+    """The partitioned variables: `X/part_0` and so on, as X."""
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for name in weights:
+        if match := PART.fullmatch(name):
+            numbers[match[1]].add(int(match[2]))
+    joined: dict[str, FrozenWeight] = {}
+    for name, present in numbers.items():
+        if name in weights or present != set(range(len(present))):
+            raise CheckpointError(
+                f"{name!r} has the parts {', '.join(map(str, sorted(present)))}, which do not make "
+                f"one variable"
+            )
+        parts = [weights[f"{name}/part_{number}"] for number in range(len(present))]
+        axis = graph.axis(name)
+        rest = {(*part.shape[:axis], *part.shape[axis + 1 :]) for part in parts}
+        if not 0 <= axis < len(parts[0].shape) or len(rest) > 1:
+            raise CheckpointError(
+                f"{name!r}: parts of {[list(part.shape) for part in parts]} do not fit together "
+                f"along axis {axis}"
+            )
+        of_variable = {node for node, called in names.items() if called.startswith(f"{name}/part_")}
+        in_turn = axis == 0 and graph.in_turn(of_variable)
+        joined[name] = FrozenWeight(tuple(parts), axis, in_turn)
+    return joined
 
 
 def _constants(data: memoryview, nodes: Iterable[GraphNode]) -> dict[str, StoredConstant]:
@@ -244,11 +394,18 @@ def _names(constants: dict[str, StoredConstant], readers: dict[str, list[str]]) 
 
 
 def _name(name: str, readers: list[str]) -> str:
-    if not GENERATED.fullmatch(name):
-        return name
-    for reader in sorted(READ_SUFFIX.sub("", reader) for reader in readers):
-        if not GENERATED.fullmatch(reader):
-            return reader
+    variable = variable_of(name)
+    if variable == name and GENERATED.fullmatch(name):
+        named = (READ_SUFFIX.sub("", reader) for reader in readers)
+        return next((r for r in sorted(named) if not GENERATED.fullmatch(r)), name)
+    return variable
+
+
+def variable_of(name: str) -> str:
+    """The variable that a constant was, by the constant's name or the place where it is read."""
+    read = READ_SUFFIX.sub("", name)  # the name of an Identity that was folded
+    if not GENERATED.fullmatch(read):
+        return read
     site = READ_SITE.fullmatch(name)
     return f"{site[1]}/{SITE_ROLES[site[2]]}" if site else name
 
