@@ -390,6 +390,20 @@ def test_packed_products_refuse_what_they_would_read_beyond() -> None:
 
 @needs_products
 @needs_onednn
+@pytest.mark.parametrize(("width", "layer"), [(512, PackedLinear), (513, FrozenLinear)])
+def test_wide_layers_are_onednns(width: int, layer: type, monkeypatch) -> None:
+    monkeypatch.setattr(freezing, "LARGEST_PACKED", 512 * 8)
+    layers = torch.nn.Sequential(torch.nn.Linear(width, 8))
+    x = torch.randn(4, width)
+    with torch.inference_mode():
+        before = layers(x)
+        freeze(layers)
+        torch.testing.assert_close(layers(x), before, rtol=1e-5, atol=1e-5)
+    assert isinstance(layers[0], layer)
+
+
+@needs_products
+@needs_onednn
 def test_without_the_c_code_layers_are_onednns(rebuilt: None, monkeypatch) -> None:
     monkeypatch.setenv("CC", "/no/such/cc")
     layers = torch.nn.Sequential(torch.nn.Linear(8, 8))

@@ -1,12 +1,12 @@
 """Prepare layers for CPU inference: weights reordered once; activations, sums and norms fused.
 
-Products in fp32 are our own C on x86 (product.c), up to one and a half times as fast as oneDNN's at
-BERT's widths, and a row's result has the same bits whatever the other rows are. Products in bf16,
-and in fp32 where the C is missing, are oneDNN's: torch reorders a weight on every call of a linear
-layer; doing it once saves a tenth of each product, and oneDNN applies the activation while the
-result is still in a register. The operators are those that torch's own compiler emits, but they are
-not public: if one is missing, layers stay as they are. So do the norms if add_norm.c cannot be
-compiled. A frozen model has no weights to train or save.
+Products in fp32 of narrow layers are our own C on x86 (product.c): as fast as oneDNN's, with a GELU
+that costs less, and a row's result has the same bits whatever the other rows are. All others are
+oneDNN's: torch reorders a weight on every call of a linear layer; doing it once saves a tenth of
+each product, and oneDNN applies the activation while the result is still in a register. The
+operators are those that torch's own compiler emits, but they are not public: if one is missing,
+layers stay as they are. So do the norms if add_norm.c cannot be compiled. A frozen model has no
+weights to train or save.
 
 On a processor without bf16 multiplication, products are computed in fp32: weights and inputs are
 widened and results rounded to bf16. Hardware with bf16 computes the same (exact products, sums in
@@ -48,6 +48,7 @@ ACTIVATIONS = (None, *FUSED)  # in the order of product.c
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 ADD_NORM = Path(__file__).with_name("add_norm.c")
 PRODUCT = Path(__file__).with_name("product.c")
+LARGEST_PACKED = 1 << 20  # numbers of a weight; with more, oneDNN's products are faster
 PANEL = 32  # columns that product.c has weights padded to a multiple of
 BLOCK = 64  # columns that add_norm.c computes at once; weight and bias are padded to a multiple
 FEW_ROWS = 32  # with fewer rows, waking the other threads costs more than they save
@@ -216,7 +217,11 @@ def _has_products() -> bool:
 
 def _frozen(linear: nn.Linear, activation: str | None = None) -> nn.Module:
     """The layer by the fastest code for its products."""
-    own = _product_dtype(linear.weight.dtype) == torch.float32 and _has_products()
+    own = (
+        _product_dtype(linear.weight.dtype) == torch.float32
+        and linear.weight.numel() <= LARGEST_PACKED
+        and _has_products()
+    )
     return (PackedLinear if own else FrozenLinear)(linear, activation)
 
 
