@@ -77,7 +77,11 @@ def refuse_fused(graph: EditableGraph) -> None:
     """Raise for a model that ONNX Runtime has optimized and saved."""
     for node in graph.nodes:
         if node.domain == "com.microsoft" and node.op_type in FUSED:
-            raise node_error(node, "was fused by ONNX Runtime; pack the model as it was exported")
+            raise node_error(
+                node,
+                "was fused by ONNX Runtime; pack the model as it was exported, or write it anew: "
+                "packhorse convert MODEL.onnx OUT --to onnx",
+            )
 
 
 def find_embeddings(
