@@ -285,7 +285,7 @@ def best_peers(rows: Sequence[EncodeRow]) -> list[str]:
 
     Peers that are not limited to the processor that is pretended do not count.
     """
-    measured = [row for row in rows if row.problem is None and row.dtype != "int8"]
+    measured = [row for row in rows if row.problem is None]
     lines: list[str] = []
     for ours in measured:
         others = [
