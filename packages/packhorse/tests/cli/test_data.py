@@ -320,3 +320,32 @@ def test_the_real_file(cli: Callable[..., Any], shared_data: Path, tmp_path: Pat
     assert stats.code == 0, stats.err
     manifest = json.loads((out / "train" / "manifest.json").read_text())
     assert manifest["static_masks"] and manifest["capacity"] == 128
+
+
+def test_a_corpus_is_cleaned_and_shown_on_a_page(cli, home: Path) -> None:
+    pytest.importorskip("rensa", reason="no rensa: pip install 'packhorse[clean]'")
+    pytest.importorskip("py3langid", reason="no py3langid: pip install 'packhorse[clean]'")
+    sentence = "The mule carries the sacks to the market, and the farmer walks beside it."
+    lines = [f"{sentence} {word} is here." for word in WORDS] * 2
+    (home / "part-00000").unlink()
+    (home / "texts.txt").write_text("\n".join([*lines, "Short."]) + "\n")
+    flags = ("--tokenizer", home / "vocab.txt", "--max-length", 64, "--workers", 1)
+    more = ("--documents", "lines", "--dedup", "exact", "--languages", "en,de")
+    result = cli(
+        "data", "build", home / "texts.txt", home / "out", *flags, *more, "--min-characters", 20
+    )
+    assert result.code == 0, result.err
+    assert "17 documents" in result.out and f"{len(WORDS)} duplicates" in result.out
+    assert "1 too short" in result.out and "repaired" not in result.out
+    result = cli("data", "stats", home / "out", "--html", home / "page.html", "--samples", 2)
+    assert result.code == 0 and "wrote" in result.err
+    page = (home / "page.html").read_text()
+    assert "Documents by language" in page and "<td>duplicates</td>" in page
+    result = cli("data", "stats", home / "out", "--html", home / "none" / "page.html")
+    assert result.code == 2 and "there is no folder" in result.err
+
+
+def test_words_that_look_like_flags_are_no_sources(cli, home: Path) -> None:
+    result = cli(*build(home, "--colunm", "text"))
+    assert result.code == 2 and "unknown option: --colunm" in result.err
+    assert not (home / "out").exists()

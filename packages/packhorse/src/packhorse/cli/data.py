@@ -215,9 +215,8 @@ class BuildFlags:
         ),
     ] = None
     languages: Annotated[
-        tuple[str, ...],
-        flag(group=CLEANING, help="Keep documents in these languages (en, de …)."),
-    ] = ()
+        str | None, flag(group=CLEANING, help="Keep documents in these languages: en,de.")
+    ] = None
     report_languages: Annotated[
         bool, flag(group=CLEANING, help="Count the documents of each language.")
     ] = False
@@ -265,14 +264,16 @@ def build(*paths: SourcesAndOut, flags: BuildFlags, json: JsonFlag = False) -> N
     Sources are plain text, jsonl, JSON arrays, parquet, MediaWiki dumps (xml),
     WikiExtractor's output, text with one sentence per line, or folders saved by
     the datasets library (FOLDER/train for one split). All but parquet may be
-    packed (gz, bz2, xz, zst, tar, zip); - is standard input. OUT gets the folders
-    train, with --eval-hashes also eval, and the tokenizer. After a kill, a full disk or
-    Ctrl-C (exit code 130) the same command resumes. The result is the same, byte
-    for byte, for any number of workers.
+    packed (gz, bz2, xz, zst, tar, zip); - is standard input, hf://org/name a
+    dataset of the hub. OUT gets the folders train, with --eval-fraction or
+    --eval-hashes also eval, and the tokenizer. After a kill, a full disk or Ctrl-C
+    (exit code 130) the same command resumes. The result is the same, byte for
+    byte, for any number of workers.
 
     Try:
       packhorse data build enwiki.xml.bz2 corpus --tokenizer vocab.txt
       packhorse data build texts/ corpus --tokenizer ./bert --max-length 128
+      packhorse data build a.jsonl.zst corpus --tokenizer ./bert --dedup near
       zstdcat texts.zst | packhorse data build - corpus --tokenizer ./bert
     """
     from packhorse.data.corpus.building import build
@@ -322,7 +323,7 @@ def _build_config(paths: tuple[Path, ...], flags: BuildFlags) -> "BuildOptions":
     cleaning = Cleaning(
         min_characters=flags.min_characters,
         max_characters=flags.max_characters,
-        languages=tuple(code for word in flags.languages for code in word.split(",")),
+        languages=tuple(flags.languages.replace(" ", "").split(",")) if flags.languages else (),
         report_languages=flags.report_languages,
         duplicates=flags.dedup,
     )

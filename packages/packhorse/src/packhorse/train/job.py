@@ -293,6 +293,8 @@ def _check(settings: TrainSettings) -> None:
         raise InputError(
             "averages are loaded from a model, for lamb; set model and optimizer, or leave it out"
         )
+    if settings.texts:
+        raise InputError("texts are built into a corpus by `packhorse train` alone: set train here")
     if not settings.train:
         raise InputError("train names no data to learn from")
     if settings.patience and not (settings.eval_every or settings.eval_every_sequences):

@@ -35,6 +35,9 @@ KNOWN = {
     "lines.jsonl": (JSON, "jsonl"),
     "lines": (JSON, "jsonl"),
     "strings.jsonl": (b'"a string"\n', "jsonl"),
+    "array.json": (b"[\n]", "json"),
+    "array": (b'[ {"text": "One."} ]', "json"),
+    "list.md": (b"[ ] A thing to do.\n", "text"),
 }
 
 
@@ -55,7 +58,7 @@ def test_a_file_is_known_by_its_content_or_name(tmp_path: Path, name: str) -> No
     (source,) = find([write(tmp_path / name, data)])
     assert (source.kind, source.size) == (kind, len(data))
     assert source.packing == (("bz2",) if data.startswith(b"BZh") else ())
-    assert source.column == ("text" if kind == "jsonl" else None)
+    assert source.column == ("text" if kind in ("jsonl", "json") else None)
 
 
 def test_a_format_that_is_said_is_taken(tmp_path: Path) -> None:

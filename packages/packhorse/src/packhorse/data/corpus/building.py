@@ -424,7 +424,7 @@ def _part_tasks(step: _BuildStep, sources: Sequence[SourceFile]) -> Iterator[Par
 
 def _check_same_input(piece: CorpusPiece, path: Path) -> None:
     """Refuse to continue with a standard input that differs; files were compared before."""
-    if arrays.read(path)[1]["input_crc"] != _input_crc(piece):
+    if arrays.read(path)[1].get("input_crc") != _input_crc(piece):
         raise InputError(
             "standard input is not what it was when this build was begun; pipe the same text to"
             f" continue, or remove {path.parent.parent} to begin again"
@@ -607,8 +607,8 @@ def counts_in(path: Path) -> CorpusCounts:
     """The counts that a part stores about itself."""
     facts = arrays.read(path)[1]
     facts.pop("input_crc", None)
-    pairs = {name: tuple(map(tuple, facts.pop(name))) for name in ("places", "languages")}
-    return CorpusCounts(**pairs, lengths=tuple(facts.pop("lengths")), **facts)
+    pairs = {name: tuple(map(tuple, facts.pop(name, ()))) for name in ("places", "languages")}
+    return CorpusCounts(**pairs, lengths=tuple(facts.pop("lengths", ())), **facts)
 
 
 @dataclass(frozen=True, slots=True)

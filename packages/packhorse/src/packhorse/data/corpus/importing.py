@@ -109,7 +109,7 @@ def import_records(
     workfolder.check_outside_sources(options.out, (*options.sources, *options.eval))
     paths = {"eval": options.eval, "train": options.sources}
     files = {name: prepared.find(p, options.format) for name, p in paths.items() if p}
-    every_file = [source.path for sources in files.values() for source in sources]
+    every_file = [source.local_path for sources in files.values() for source in sources]
     workfolder.check_sources_outside(options.out, every_file)
     _check_unused(options, every_file)
     specials = _specials(options, files["train"][0])

@@ -108,8 +108,8 @@ def _unpacked(
 
 def _blocks(source: SourceFile, sizes: RecordSizes) -> Iterator[_RecordBlock]:
     if source.kind == "tfrecord":
-        return _tfrecord_blocks(source.path)
-    blocks = graphcore.read_blocks(source.path, sizes)
+        return _tfrecord_blocks(source.local_path)
+    blocks = graphcore.read_blocks(source.local_path, sizes)
     return (_RecordBlock(block.columns, block.place) for block in blocks)
 
 

@@ -307,7 +307,7 @@ def _kind(source: SourceFile, head: bytes) -> str:
     suffix = unpacked_name.suffix.lower()
     if suffix in (".jsonl", ".ndjson") or re.match(rb'\{\s*"', start):
         return "jsonl"
-    if re.match(rb'\[\s*(\{\s*"|"|\]|$)', start):
+    if start.startswith(b"[") and (suffix == ".json" or re.match(rb'\[\s*\{?\s*"', start)):
         return "json"
     is_part = _PART.fullmatch(unpacked_name.name)
     is_packed_alone = bool(source.packing) and not source.member and not suffix  # texts.zst
