@@ -1,7 +1,8 @@
 """`model[0]`, `model[1]` …: the modules that a folder describes, to be read and not to be run.
 
 Code asks them for a length, a pooling mode or the width of a vector. Their weights are in the
-encoder, fused and prepared, so they have none. A model is a `PackedModel`, which imports this module.
+encoder, fused and prepared, so they have none.
+`model` is a `PackedModel`, whose module imports this one.
 """
 
 from __future__ import annotations
