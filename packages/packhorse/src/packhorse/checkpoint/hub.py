@@ -185,7 +185,9 @@ def _fetch(repository: str, revision: str | None, patterns: list[str], **downloa
     reach = "HF_HUB_OFFLINE is set" if offline else f"{hub} cannot be reached"
     try:
         folder = Path(
-            snapshot_download(repository, revision=revision, allow_patterns=patterns, **download)
+            snapshot_download(  # pyright: ignore[reportUnknownArgumentType]
+                repository, revision=revision, allow_patterns=patterns, **download
+            )
         )
         if not offline and not download:
             _remember(folder, patterns)

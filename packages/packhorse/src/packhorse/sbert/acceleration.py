@@ -49,7 +49,7 @@ HEADS = {"SentenceTransformer": "embed", "CrossEncoder": "classify", "SparseEnco
 FEATURES = {"input_ids", "attention_mask", "token_type_ids", "prompt_length", "modality"}
 PREPROCESSED = 256  # inputs that are tokenized, and padded, together
 CHECKED = 4  # inputs that run both ways after the weights were copied
-VALUES = ("sentence_embedding", "token_embeddings")
+VALUES = ("sentence_embedding", "token_embeddings", None)
 # The arguments of `_inference` that are handled here; all others go to `preprocess`.
 SHARED_OPTIONS = {"prompt", "batch_size", "show_progress_bar", "device"}
 DENSE_OPTIONS = {"output_value", "save_to_cpu", "normalize_embeddings", "truncate_dim"}
@@ -205,6 +205,8 @@ class PackedInference:
 
     def _compare(self, encoder: Encoder, inputs: list[Any], options: dict[str, Any]) -> None:
         """Compare a few results with the library's own; take its way if they differ."""
+        if options.get("output_value", "") is None:
+            options = options | {"output_value": "sentence_embedding"}
         ours = _flat(self._compute(encoder, inputs, options))
         theirs = _flat(self._original(inputs, options))
         self._checked = True
@@ -231,6 +233,13 @@ class PackedInference:
         return self._vectors(encoder, inputs, options)
 
     def _vectors(self, encoder: Encoder, inputs: list[Any], options: dict[str, Any]) -> Any:
+        if options["output_value"] is None:
+            # All features are the library's, but the vectors are those of the other calls.
+            vectors_alone = {"output_value": "sentence_embedding", "normalize_embeddings": False}
+            vectors = self._vectors(encoder, inputs, options | vectors_alone)
+            rows = self._original(inputs, options)
+            pairs = zip(rows, vectors.to(self.model.device), strict=True)
+            return [{**row, "sentence_embedding": vector} for row, vector in pairs]
         tokens = options["output_value"] == "token_embeddings"
         rows = self._run(encoder, inputs, options, "hidden" if tokens else "embed")
         width = options["truncate_dim"]

@@ -15,7 +15,7 @@ import torch
 
 from packhorse import device as devices
 from packhorse.checkpoint import hub
-from packhorse.errors import CheckpointError, InputError
+from packhorse.errors import CheckpointError, InputError, PackhorseError
 from packhorse.runtime.sentences import SIMILARITIES
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def locate(
         raise ModelNotFoundError(str(error)) from error
 
 
-class ModelNotFoundError(CheckpointError, OSError):
+class ModelNotFoundError(PackhorseError, OSError):
     """A model is neither a folder nor on the hub."""
 
 

@@ -2,15 +2,13 @@
 
 Code asks them for a length, a pooling mode or the width of a vector. Their weights are in the
 encoder, fused and prepared, so they have none.
+`model` is a `PackedModel`, whose module imports this one.
 """
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from packhorse.sbert.packed_model import PackedModel
+from typing import Any
 
 TASKS = {
     "SentenceTransformer": "feature-extraction",
@@ -22,7 +20,7 @@ TASKS = {
 class ModelPart:
     """A module of a model: its kind, its settings as attributes, and the model for what it has."""
 
-    def __init__(self, model: PackedModel, kind: str, settings: dict[str, Any]) -> None:
+    def __init__(self, model: Any, kind: str, settings: dict[str, Any]) -> None:
         self._model = model
         self.kind = kind
         self._settings = settings
@@ -61,7 +59,7 @@ class ModelPart:
     @property
     def config(self) -> SimpleNamespace:
         """The settings of `config.json`, as attributes."""
-        return SimpleNamespace(**self._model._config)  # pyright: ignore[reportPrivateUsage]
+        return SimpleNamespace(**self._model._config)
 
     @property
     def auto_model(self) -> ModelPart:
@@ -83,10 +81,10 @@ class ModelPart:
         return self._settings.get("embedding_dimension")
 
 
-def parts_of(model: PackedModel) -> list[ModelPart]:
+def parts_of(model: Any) -> list[ModelPart]:
     """Return the modules of a model in the order in which they run."""
     encoder = model.encoder
-    width = int(model._config.get("hidden_size") or encoder.width)  # pyright: ignore[reportPrivateUsage]
+    width = int(model._config.get("hidden_size") or encoder.width)
     task = TASKS[model.model_type]
     parts = [
         ModelPart(model, "Transformer", {"transformer_task": task, "embedding_dimension": width})

@@ -461,7 +461,7 @@ class PackedModel(ABC):
     ) -> str:
         """Upload what `save_pretrained` writes to the hub; return the address of the commit."""
         return saving.push(
-            self,
+            self.save_pretrained,
             repo_id,
             token=token,
             private=private,

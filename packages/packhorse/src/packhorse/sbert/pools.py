@@ -14,26 +14,30 @@ import multiprocessing
 import os
 import queue
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from packhorse.errors import InputError, PackhorseError
 
-if TYPE_CHECKING:
-    from packhorse.sbert.packed_model import PackedModel
-
 CHUNKS_PER_PROCESS = 10
 LARGEST_CHUNK = 5000  # inputs
 POLL_SECONDS = 1.0
+
+
+class PooledModel(Protocol):
+    """What a process asks of its model; `PackedModel` implements it."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any: ...
+    def _inference(self, inputs: list[Any], **options: Any) -> Any: ...
 
 
 class PoolError(PackhorseError):
     """A process of a pool failed or died."""
 
 
-def start(model: PackedModel, devices: Sequence[str | torch.device] | None) -> dict[str, Any]:
+def start(model: PooledModel, devices: Sequence[str | torch.device] | None) -> dict[str, Any]:
     """Start a process per device; return them with the queues in and out."""
     if devices is None:
         gpus = torch.cuda.device_count()
@@ -107,7 +111,7 @@ def _next(pool: dict[str, Any]) -> tuple[int, Any, str]:
             )
 
 
-def _work(model: PackedModel, device: str, threads: int, inputs: Any, outputs: Any) -> None:
+def _work(model: PooledModel, device: str, threads: int, inputs: Any, outputs: Any) -> None:
     if threads and device.startswith("cpu"):
         torch.set_num_threads(threads)
     while True:

@@ -8,18 +8,16 @@ and every release since 2.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packhorse import checkpoint
 from packhorse.checkpoint import files, hf, sentence
 from packhorse.checkpoint.hub import PATTERNS
 from packhorse.runtime.encoder import Encoder
 from packhorse.tokens.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from packhorse.sbert.packed_model import PackedModel
 
 TRANSFORMER = "sentence_transformers.models.Transformer"
 RANKER = {"transformer_task": "sequence-classification", "module_output_name": "scores"}
@@ -113,7 +111,7 @@ def _card(name: str, kind: str) -> str:
 
 
 def push(
-    model: PackedModel,
+    save_to: Callable[..., None],
     repository: str,
     *,
     token: str | None,
@@ -139,7 +137,7 @@ def push(
         api.create_branch(repo_id=repository, branch=revision, exist_ok=True)
     with TemporaryDirectory() as temporary:
         if folder is None:
-            model.save_pretrained(temporary, model_name=repository)
+            save_to(temporary, model_name=repository)
         commit = api.upload_folder(
             repo_id=repository,
             folder_path=folder or temporary,
