@@ -100,7 +100,9 @@ def _extend_tensorflow() -> None:
 
         estimator = ModuleType("tensorflow.estimator", "What is left of tf.estimator")
         estimator.__dict__.update(EstimatorSpec=EstimatorSpec, ModeKeys=ModeKeys)
-        tf.__dict__["estimator"] = tf.compat.v1.__dict__["estimator"] = estimator
+        # `import tensorflow.compat.v1` may be a module that wraps this one.
+        for module in (tf, tf.compat.v1, import_module("tensorflow.compat.v1")):
+            module.estimator = estimator  # pyright: ignore[reportAttributeAccessIssue]
     # AutoGraph translates the script's functions, and would translate ours.
     own = autograph.DoNotConvert("packhorse_port")
     autograph.CONVERSION_RULES = (own, *autograph.CONVERSION_RULES)
