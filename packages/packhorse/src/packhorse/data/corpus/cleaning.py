@@ -98,7 +98,7 @@ def _identifier() -> Any:
 def signatures(documents: TokenizedDocuments) -> np.ndarray:
     """[n, BANDS * BAND_ROWS] the MinHash signature of each document."""
     try:
-        from rensa import RMinHash
+        from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
     except ImportError as error:
         raise MissingExtra("rensa", "clean") from error
 
