@@ -341,7 +341,7 @@ def test_the_document_is_read_whole() -> None:
         for line in LINES
         if "packhorse " in line.text
     }
-    assert named - {"install"} <= {*COMMANDS, *PLUGINS}
+    assert named - {"install", "import"} <= {*COMMANDS, *PLUGINS}
     table = "## From the five\n| from | before | now | what changed |\n|---|---|---|---|\n"
     rows = (
         "| A | `a` | `packhorse run x` † | |\n| | `b` | `pip install c`, `d` | |\n| | `e` | - | |\n"

@@ -197,7 +197,7 @@ def test_lists_hold_only_words_with_a_weight(
         sizes.append(len(packed))
         return backend(packed, heads, at)
 
-    encoder = replace(ours, backend=count, budget=100_000)
+    encoder = replace(ours, backend=count, budget=100_000, side_by_side=False)
     texts = ["mule"] * (2 * MOST_SPARSE + 1)
     sequences = encoder.tokenizer.encode(texts)
     rows = encoder.run(sequences, "sparse")

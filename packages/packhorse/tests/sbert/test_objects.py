@@ -396,14 +396,14 @@ def test_upload(dense: packhorse.SentenceTransformer, monkeypatch: pytest.Monkey
 
     def upload(self: HfApi, *, folder_path: str, **options: Any) -> Any:
         sent.update(options, files=sorted(path.name for path in Path(folder_path).iterdir()))
-        return SimpleNamespace(commit_url="https://hub/commit", pr_url="https://hub/discussion")
+        return SimpleNamespace(commit_url="https://huggingface.co/commit", pr_url="https://huggingface.co/discussion")
 
     monkeypatch.setattr(HfApi, "create_repo", create)
     monkeypatch.setattr(HfApi, "upload_folder", upload)
-    assert dense.push_to_hub("model", commit_message="New") == "https://hub/commit"
+    assert dense.push_to_hub("model", commit_message="New") == "https://huggingface.co/commit"
     assert sent["repo_id"] == "me/model" and sent["commit_message"] == "New"
     assert {"README.md", "config.json", "model.safetensors", "modules.json"} <= set(sent["files"])
-    assert dense.push_to_hub("model", create_pr=True) == "https://hub/discussion"
+    assert dense.push_to_hub("model", create_pr=True) == "https://huggingface.co/discussion"
 
 
 def test_without_the_library(folders: dict[str, Path]) -> None:

@@ -215,7 +215,8 @@ def _canonical(
         scope = tf1.scope(tensors)
         tensors, names_in_file = tf1.from_tensorflow(tensors, scope)
         foreign = partial(_variable_name, scope)
-    config = config or contents.config
+    if contents.format == "gguf":  # the one file whose own configuration has no other place
+        config = config or contents.config
     raw = configuration.find(source.folder, config, heads, tensors, _config_names(source))
     if contents.format == "gguf":
         tensors, names_in_file = gguf_names.from_gguf(tensors, raw)

@@ -4,7 +4,7 @@ Public are the packed rows that `packhorse data build` writes. Each package or m
 kind of data. Imports between them point down only, and names on one level do not import each other
 (tests/data/test_rooms.py):
 
-`corpus | tasks > records > packed | sources > tables | output | order`
+`corpus | tasks > records > packed | sources | columns > tables > delimited | output | order`
 
 `order` is what both loaders share, that of packed rows and that of tasks: which rows come when, and
 on which rank.
