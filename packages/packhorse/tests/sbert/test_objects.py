@@ -396,7 +396,9 @@ def test_upload(dense: packhorse.SentenceTransformer, monkeypatch: pytest.Monkey
 
     def upload(self: HfApi, *, folder_path: str, **options: Any) -> Any:
         sent.update(options, files=sorted(path.name for path in Path(folder_path).iterdir()))
-        return SimpleNamespace(commit_url="https://huggingface.co/commit", pr_url="https://huggingface.co/discussion")
+        return SimpleNamespace(
+            commit_url="https://huggingface.co/commit", pr_url="https://huggingface.co/discussion"
+        )
 
     monkeypatch.setattr(HfApi, "create_repo", create)
     monkeypatch.setattr(HfApi, "upload_folder", upload)
