@@ -31,7 +31,8 @@ pytestmark = pytest.mark.machine
 needs_native = pytest.mark.skipif(
     not int8.is_native(), reason="no AVX-512 VNNI, or int8.c cannot be compiled here"
 )
-WIDTHS = ((1, 1), (3, 7), (16, 64), (37, 70), (384, 65), (130, 384))  # inputs, outputs
+# Inputs and outputs: 61 and 127 inputs take all bytes of a vector, but not all of its numbers.
+WIDTHS = ((1, 1), (3, 7), (16, 64), (37, 70), (384, 65), (130, 384), (61, 5), (127, 9))
 CLOSE = 3e-6  # of the largest result: what rounding in fp32 leaves
 
 

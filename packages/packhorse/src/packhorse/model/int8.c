@@ -135,7 +135,7 @@ INLINE void round_block(const Rows *from, long row, long i, long left, float ste
                                         _mm512_packs_epi32(n[2], n[3]));
     bytes = _mm512_permutexvar_epi32(order, bytes);
     if (left == BLOCK) _mm512_storeu_si512(q + i, bytes);
-    else _mm512_mask_storeu_epi8(q + i, (1ull << room) - 1, bytes);
+    else _mm512_mask_storeu_epi8(q + i, ~0ull >> (BLOCK - room), bytes); /* room: 1 … 64 */
 }
 
 INLINE void quantize_rows(const Rows *from, long first, long count, const Quantized *to) {
