@@ -102,10 +102,10 @@ def read_header(file: BinaryIO) -> GgufFile:
 def _tensor(header: _Header) -> StoredGguf:
     name = header.text()
     rank = header.number("<u4")
-    if rank > RANK_LIMIT:
+    if not 0 < rank <= RANK_LIMIT:
         raise CheckpointError(f"{name!r}: byte {header.at}: {rank} axes")
     shape = tuple(header.number("<u8") for _ in range(rank))[::-1]
-    if any(size > SIZE_LIMIT for size in shape):
+    if not all(0 < size <= SIZE_LIMIT for size in shape):
         raise CheckpointError(f"{name!r}: the shape {list(shape)} has sizes that are no counts")
     return StoredGguf(name, shape, header.number("<u4"), header.number("<u8"))
 

@@ -224,9 +224,10 @@ def changed(name: str, kind: int) -> bytes:
 
 
 def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
-    return lambda data: data.replace(old, new, 1)
+    return lambda data: data.replace(old, new, 1) + bytes(32)  # a longer header moves tensors
 
 
+BASE = text("nomic-bert.rope.freq_base") + struct.pack("<If", 6, 1000)
 HEADER = b"GGUF" + struct.pack("<I", 3)
 BAD: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "truncated header": (lambda data: data[:900], "bytes are missing: it is truncated"),
@@ -255,6 +256,45 @@ BAD: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a tensor of another name": (
         replaced(b"blk.1.ffn_down.weight", b"blk.1.ffn_dxwn.weight"),
         r"1 missing \(blk.1.ffn_down.weight \[32, 64\]\).*1 unknown \(blk.1.ffn_dxwn.weight",
+    ),
+    "a list for a name": (
+        replaced(
+            text("general.architecture") + struct.pack("<I", 8) + text("bert"),
+            text("general.architecture") + struct.pack("<IIQ", 9, 8, 1) + text("bert"),
+        ),
+        r"its architecture \['bert'\] is not read",
+    ),
+    "a list of booleans for one": (
+        replaced(
+            text("bert.attention.causal") + struct.pack("<I?", 7, False),
+            text("bert.attention.causal") + struct.pack("<IIQ??", 9, 7, 2, False, False),
+        ),
+        "its attention is causal",
+    ),
+    "rotary positions of base 0": (
+        lambda _: (FILES / "nomic.gguf").read_bytes().replace(BASE, BASE[:-4] + bytes(4)),
+        "rope_theta 0.0 of the rotary positions is not a number above 0",
+    ),
+    "a list for a pooling": (
+        replaced(
+            text("bert.pooling_type") + struct.pack("<I", 4),
+            text("bert.pooling_type") + struct.pack("<IIQ", 9, 4, 1),
+        ),
+        r"its pooling is of type \[2\]",
+    ),
+    "a tensor without axes": (
+        replaced(
+            text("token_types.weight") + struct.pack("<IQQ", 2, 32, 2),
+            text("token_types.weight") + struct.pack("<I", 0),
+        ),
+        "'token_types.weight': byte [0-9]+: 0 axes",
+    ),
+    "a tensor without numbers": (
+        replaced(
+            text("token_types.weight") + struct.pack("<IQQ", 2, 32, 2),
+            text("token_types.weight") + struct.pack("<IQQQ", 3, 0, 1 << 39, 1 << 39),
+        ),
+        "has sizes that are no counts",
     ),
     "a tensor twice": (
         replaced(b"blk.1.ffn_down.weight", b"blk.0.ffn_down.weight"),

@@ -85,7 +85,7 @@ def _bytes(stored: StoredGguf) -> int:
     if stored.kind in FLOATS:
         return stored.count * FLOATS[stored.kind].itemsize
     block, size = (Q8_NUMBERS, Q8_BYTES) if stored.kind == Q8_0 else _block(stored)
-    if not stored.shape or stored.shape[-1] % block:
+    if stored.shape[-1] % block:
         raise CheckpointError(
             f"{stored.name!r}: rows of {list(stored.shape)} are no blocks of {block} numbers"
         )
@@ -114,7 +114,7 @@ def _library() -> Any:
 def _load(file: BinaryIO, stored: StoredGguf) -> Tensor:
     buffer = torch.empty(_bytes(stored), dtype=torch.uint8)
     file.seek(stored.begin)
-    if len(buffer) and file.readinto(buffer.numpy()) != len(buffer):  # pyright: ignore
+    if file.readinto(buffer.numpy()) != len(buffer):  # pyright: ignore
         raise CheckpointError(f"{stored.name!r}: the file ends before its last byte")
     if stored.kind in FLOATS:
         return buffer.view(FLOATS[stored.kind]).reshape(stored.shape)

@@ -682,8 +682,10 @@ def _rope_table(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope_number(table: Mapping[str, Any], key: str, default: float) -> float:
     value = table.get(key, default)
-    if type(value) not in (int, float):
-        raise CheckpointError(f"config: {key} {value!r} of the rotary positions is not a number")
+    if type(value) not in (int, float) or not value > 0:
+        raise CheckpointError(
+            f"config: {key} {value!r} of the rotary positions is not a number above 0"
+        )
     return float(value)
 
 

@@ -50,12 +50,12 @@ TENSOR = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.(weight|bias)")
 def config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration under the keys of the family in transformers; tensors: with a `shape`."""
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise CheckpointError(
             f"its architecture {architecture!r} is not read; those that are: "
             f"{', '.join(ARCHITECTURES)}"
         )
-    if metadata.get(f"{architecture}.attention.causal", False):
+    if metadata.get(f"{architecture}.attention.causal", False) is not False:
         raise CheckpointError("its attention is causal: a language model, no encoder")
     types = "token_types.weight" in tensors
     is_distilbert = architecture == "bert" and not types
@@ -83,7 +83,7 @@ def config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str,
 def pooling(metadata: Mapping[str, Any]) -> str | None:
     """The pooling as sentence-transformers calls it; None if the file does not say."""
     number = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
-    if number not in POOLINGS:
+    if not isinstance(number, int) or number not in POOLINGS:
         raise CheckpointError(
             f"its pooling is of type {number}, of a reranker, whose head is not read; pass the "
             f"model that it was made of"
