@@ -77,6 +77,10 @@ GOOD = b"".join(
         VERSIONS,
     ]
 )
+PARTS = b"".join(
+    const(f"a/part_{number}", FLOAT, shape(rows, 1), field(4, floats(*range(rows))))
+    for number, rows in enumerate((4, 1))
+)
 META = field(1, field(5, "2.21")) + field(2, GOOD)
 
 
@@ -194,6 +198,19 @@ BAD: dict[str, tuple[bytes, str]] = {
         GOOD + node("x", "X", more=field(98, 1) * (graphdef.FIELD_LIMIT + 1)),
         "more than 300000 fields",
     ),
+    "an axis that is no number": (
+        PARTS + const("a/ConcatPartitions/concat/axis", FLOAT, shape(), field(5, floats(np.nan))),
+        "'a/ConcatPartitions/concat/axis' is no axis",
+    ),
+    "rows that cannot be looked up in turn": (
+        PARTS
+        + const("two", INT32, shape(), field(7, b"\x02"))
+        + node("ids", "Placeholder")
+        + node("part", "FloorMod", "ids", "two")
+        + node("ids_of_part", "DynamicPartition", "ids", "part")
+        + node("rows", "GatherV2", "a/part_0", "ids_of_part"),
+        r"'a': parts of \[4, 1\] rows do not follow each other in turn",
+    ),
     "many weights": (
         b"".join(const(f"c{n}", FLOAT, shape(1)) for n in range(10_001)),
         "10001 weights, more than 10000",
@@ -211,6 +228,13 @@ def test_bad_files(case: str, tmp_path: Path) -> None:
         frozen.read(path)
     assert str(path) in str(caught.value)
     assert time.process_time() - start < 10  # not a speed claim: none may loop on and on
+
+
+@pytest.mark.parametrize("number", ["00", "9" * 5000])
+def test_a_part_is_numbered_as_tensorflow_does(number: str, tmp_path: Path) -> None:
+    path = tmp_path / "frozen.pb"
+    path.write_bytes(const(f"a/part_{number}", FLOAT, shape(1), field(4, floats(1))))
+    assert frozen.read(path).tensors.keys() == {f"a/part_{number}"}
 
 
 def test_memory_stays_bounded(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ WEIGHT_USERS = {  # operations that take weights, besides arithmetic
 PRODUCTS = {"MatMul", "_FusedMatMul"}
 STEPS = 8  # nodes at most between a constant or product and what uses it
 FOLDED = re.compile(r"(.*/)?transpose(_\d+)?")  # a transposition of a constant, made one itself
-PART = re.compile(r"(.+)/part_(\d+)")
+PART = re.compile(r"(.+)/part_(0|[1-9][0-9]{0,4})")
 GENERATED = re.compile(
     r"(.*/)?(Const|Identity|ReadVariableOp|resource|(ones|zeros)(_like)?|x|y|\d+)(_\d+)?"
     r"|.*_const|ConstantFolding/.*"
@@ -283,7 +283,7 @@ class _PartReader:
         attributes = graphdef.attributes(self.data, node)
         dtype = graphdef.dtype_of(self.data, attributes.get("dtype"))
         stored = graphdef.stored(self.data, attributes.get("value", (node.end, node.end)), dtype)
-        if stored.shape:
+        if stored.shape or dtype not in graphdef.INTEGERS:
             raise CheckpointError(f"{node.name!r} is no axis")
         return int(graphdef.read(self.file, stored))
 
@@ -329,6 +329,11 @@ def _joined(
             )
         of_variable = {node for node, called in names.items() if called.startswith(f"{name}/part_")}
         in_turn = axis == 0 and graph.in_turn(of_variable)
+        rows = [part.shape[0] for part in parts]
+        if in_turn and rows != [len(range(i, sum(rows), len(parts))) for i in range(len(parts))]:
+            raise CheckpointError(
+                f"{name!r}: parts of {rows} rows do not follow each other in turn"
+            )
         joined[name] = FrozenWeight(tuple(parts), axis, in_turn)
     return joined
 

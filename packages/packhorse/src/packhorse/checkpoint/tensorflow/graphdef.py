@@ -93,6 +93,7 @@ DTYPES: dict[int, tuple[torch.dtype, int]] = {
     22: (torch.uint32, 16),
     23: (torch.uint64, 17),
 }
+INTEGERS = {3, 9}  # DT_INT32 and DT_INT64, which indices have
 FLOATS = {number for number, (dtype, _) in DTYPES.items() if dtype.is_floating_point}
 # Of these fields float_val and double_val have a fixed width; the others are varints.
 FIXED = {5: wire.FIXED32, 6: wire.FIXED64}
