@@ -345,6 +345,46 @@ BAD: dict[str, tuple[Callable[[], tuple[list[NodeProto], dict[str, Any]]], str]]
         ),
         "'w' has 13 columns, which are no queries, keys and values of one size",
     ),
+    "a cycle after an attention": (
+        lambda: (
+            [
+                node("Attention", "x w", "a", "fused"),
+                node("Reshape", "a c", "b", "there"),
+                node("Reshape", "b", "c", "back"),
+            ],
+            {"w": np.ones((4, 12), np.float32)},
+        ),
+        "'fused': the result of Attention is not projected",
+    ),
+    "a trillion ways after an attention": (
+        lambda: (
+            [
+                node("Attention", "x w", "a0", "fused"),
+                *(node("Cast", f"a{n}", f"b{n}", "") for n in range(40)),
+                *(node("Cast", f"a{n}", f"c{n}", "") for n in range(40)),
+                *(node("Reshape", f"b{n} c{n}", f"a{n + 1}", "") for n in range(40)),
+            ],
+            {"w": np.ones((4, 12), np.float32)},
+        ),
+        "'fused': the result of Attention is not projected",
+    ),
+    "a bias without axes": (
+        lambda: (
+            [
+                node("Attention", "x w b", "a", "fused"),
+                node("MatMul", "a o", "y", "/encoder/layer.0/attention/output/dense/MatMul"),
+            ],
+            {"w": np.ones((4, 12), np.float32), "b": np.float32(1), "o": np.ones((4, 4))},
+        ),
+        "'b' has 0 columns",
+    ),
+    "blocks that do not fill their bytes": (
+        lambda: (
+            [node("MatMulNBits", "x q s", "y", "few", K=5, N=4, bits=2, block_size=5)],
+            {"q": np.zeros((4, 1, 1), np.uint8), "s": np.ones((4, 1), np.float32)},
+        ),
+        "'few': MatMulNBits holds weights in a form not read here",
+    ),
     "bits that do not exist": (
         lambda: (
             [node("MatMulNBits", "x q s", "y", "few", **SHAPE | {"bits": 3})],
@@ -386,3 +426,12 @@ def test_what_is_not_understood_is_named(case: str, tmp_path: Path) -> None:
     path = graph(tmp_path, *build())
     with pytest.raises(CheckpointError, match=message):
         reader.read(path)
+
+
+@pytest.mark.parametrize("block", [6, 7, 1 << 62])
+def test_a_block_may_be_larger_than_the_axis(block: int) -> None:
+    numbers = torch.arange(12, dtype=torch.int8).reshape(2, 6)
+    scale = torch.tensor([[2.0], [3.0]])
+    assert torch.equal(reader.dequantize(numbers, scale, None, 1, block), numbers * scale)
+    one = reader.dequantize(numbers[0, 1], scale[0, 0], None, 0, block)
+    assert one == 2 and not one.ndim

@@ -161,10 +161,10 @@ def _dequantization(weight: Weight) -> tuple[Any, ...]:
 
 
 def _third(tensor: Tensor, weight: Weight) -> Tensor:
-    if len(tensor) % 3:
+    if not tensor.ndim or len(tensor) % 3:
         raise CheckpointError(
-            f"{weight.stored.name!r} has {len(tensor)} columns, which are no queries, keys and "
-            f"values of one size"
+            f"{weight.stored.name!r} has {len(tensor) if tensor.ndim else 0} columns, which are no "
+            f"queries, keys and values of one size"
         )
     return tensor.chunk(3)[weight.part - 1]
 
@@ -194,7 +194,7 @@ def dequantize(
     """
     if quantized.is_floating_point() or not scale.is_floating_point():
         raise CheckpointError(f"{quantized.dtype} with a scale of {scale.dtype} is not read")
-    if block:
+    if block and quantized.ndim:
         scale = _spread(scale, quantized.shape, axis, block)
         zero = None if zero is None else _spread(zero, quantized.shape, axis, block)
     scale = _broadcastable(scale, quantized.shape, axis)
@@ -241,13 +241,14 @@ def _numbers(packed: Tensor, bits: int) -> Tensor:
 
 def _spread(factor: Tensor, shape: torch.Size, axis: int, block: int) -> Tensor:
     """Scales or zero points of blocks, repeated for each number of a block."""
-    axis = axis % len(shape) if len(shape) else 0
+    axis = axis % len(shape)
     blocks = [-(-size // block) if i == axis else size for i, size in enumerate(shape)]
     if list(factor.shape) != blocks:
         raise CheckpointError(
             f"a scale or zero point of shape {list(factor.shape)} for blocks of {block} along axis "
             f"{axis} of {list(shape)}"
         )
+    block = min(block, shape[axis])  # a larger one would be allocated
     return factor.repeat_interleave(block, axis).narrow(axis, 0, shape[axis])
 
 

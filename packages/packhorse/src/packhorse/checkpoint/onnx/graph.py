@@ -298,14 +298,18 @@ class _DataFlow:
     def product_after(self, node: OnnxNode) -> OnnxNode | None:
         """The product that the result goes to, quantized or in another shape; None if several."""
         pending = list(node.outputs[:1])
-        products: dict[str, OnnxNode] = {}
-        while pending and len(products) < 2:
+        reached = set(pending)  # a graph may join again, or be a cycle
+        products: list[OnnxNode] = []
+        while pending:
             for user in self.users[pending.pop()]:
+                if reached.issuperset(user.outputs[:1]):
+                    continue
+                reached.update(user.outputs[:1])
                 if user.op in PRODUCTS:
-                    products[user.outputs[0]] = user
+                    products.append(user)
                 elif user.op in (*TRANSPARENT, "DynamicQuantizeLinear"):
                     pending += user.outputs[:1]
-        return next(iter(products.values())) if len(products) == 1 else None
+        return products[0] if len(products) == 1 else None
 
     def second_operand(self, node: OnnxNode, value: str) -> str:
         """The operand of a sum or product that is not `value`."""
@@ -411,6 +415,7 @@ def _packed_weight(
     if (
         scale is None
         or bits not in (2, 4, 8)
+        or block * bits % 8
         or weight.stored.dtype != UINT8
         or weight.stored.shape != (shape[0], blocks, block * bits // 8)
         or (zero_point and zero is None)
