@@ -11,7 +11,7 @@ import torch
 import packhorse
 from packhorse.cli import main
 from packhorse.reports import random_model
-from packhorse.runtime import quality
+from packhorse.runtime import quality, quantizing
 
 
 @pytest.fixture
@@ -53,3 +53,19 @@ def test_too_few_texts_are_refused(source, tmp_path, capsys) -> None:
     assert main(["quantize", str(source), str(tmp_path / "x"), "--calibrate", str(path)]) == 2
     assert "2 texts say nothing about the nearest 10" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("limit", ["0", "-1"])
+def test_a_limit_below_one_is_refused(limit: str, source, texts, tmp_path, capsys) -> None:
+    arguments = ["quantize", str(source), str(tmp_path / "x"), "--calibrate", str(texts)]
+    assert main([*arguments, "--limit", limit]) == 2
+    assert f"--limit is {limit}; it must be 1 or more" in capsys.readouterr().err
+
+
+def test_a_folder_in_the_way_is_seen_before_the_model_runs(
+    source, texts, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantizing, "choose_layers", pytest.fail)
+    arguments = ["quantize", str(source), str(tmp_path), "--calibrate", str(texts)]
+    assert main(arguments) == 2
+    assert "is not empty; choose another folder" in capsys.readouterr().err

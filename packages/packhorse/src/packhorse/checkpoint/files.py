@@ -105,6 +105,16 @@ def write_json(folder: Path, name: str, value: Any) -> None:
     (folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
+def check_new(folder: Path, *, overwrite: bool) -> None:
+    """Raise if `new_folder` would refuse this folder; for callers that compute long before it."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; choose another name for the folder")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise InputError(
+            f"{folder} is not empty; choose another folder, or pass --overwrite (overwrite=True)"
+        )
+
+
 @contextmanager
 def new_folder(folder: Path, *, overwrite: bool) -> Generator[Path]:
     """Yield a draft folder, which becomes `folder` if the block succeeds and is deleted otherwise.
@@ -114,12 +124,7 @@ def new_folder(folder: Path, *, overwrite: bool) -> Generator[Path]:
     beside it under hidden names.)
     """
     target = Path(os.path.abspath(folder))
-    if target.exists() and not target.is_dir():
-        raise InputError(f"{folder} is a file; choose another name for the folder")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise InputError(
-            f"{folder} is not empty; choose another folder, or pass --overwrite (overwrite=True)"
-        )
+    check_new(folder, overwrite=overwrite)
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         draft.mkdir(parents=True)

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note, progress, table
 from packhorse.cli.flags import ModelFlags, flag
-from packhorse.errors import PackhorseError
+from packhorse.errors import InputError, PackhorseError
 
 DEFAULT_TEXTS = 400  # docstrings of the standard library, if no file is passed
 
@@ -59,8 +59,12 @@ def quantize(
       packhorse quantize ./my-model ./my-model-int8 --calibrate texts.jsonl --json
     """
     from packhorse import checkpoint
+    from packhorse.checkpoint import files
     from packhorse.runtime import quality, quantizing
 
+    if limit < 1:
+        raise InputError(f"--limit is {limit}; it must be 1 or more")
+    files.check_new(target, overwrite=overwrite)
     texts = _read_texts(calibrate, limit)
     load = partial(checkpoint.load, source, **model_flags.load_options())
     start = time.perf_counter()
@@ -81,7 +85,7 @@ def quantize(
             "fp32; use --dtype bf16, or write it nevertheless with --allow-loss"
         )
     checkpoint.write(target, model.checkpoint, overwrite=overwrite, int8=True)
-    files = [path for path in target.rglob("*") if path.is_file()]
+    written = [path for path in target.rglob("*") if path.is_file()]
     note(f"{target}: {model.layers} linear layers in int8, {len(kept)} kept in fp32")
     document = {
         "source": source,
@@ -89,7 +93,7 @@ def quantize(
         "dtype": dtype,
         "layers": model.layers,
         "kept": kept,
-        "bytes": sum(path.stat().st_size for path in files),
+        "bytes": sum(path.stat().st_size for path in written),
         "seconds": time.perf_counter() - start,
         "quality": asdict(result),
         "ok": result.good,
