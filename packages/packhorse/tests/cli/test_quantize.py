@@ -36,6 +36,14 @@ def test_writes_a_folder_that_loads_in_int8(source, texts, tmp_path, capsys) -> 
     assert packhorse.load(target, device="cpu").dtype == torch.int8
 
 
+def test_texts_count_once(source, texts, tmp_path, capsys) -> None:
+    """Of equal texts, rounding decides which are nearest, which says nothing about a format."""
+    texts.write_text(3 * texts.read_text())
+    arguments = ["quantize", str(source), str(tmp_path / "x"), "--calibrate", str(texts), "--json"]
+    assert main([*arguments, "--allow-loss"]) == 0
+    assert json.loads(capsys.readouterr().out)["quality"]["texts"] == 40
+
+
 def test_a_model_that_loses_too_much_is_not_written(
     source, texts, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

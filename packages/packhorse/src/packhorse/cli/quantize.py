@@ -102,9 +102,12 @@ def quantize(
 
 
 def _read_texts(path: str | None, limit: int) -> list[str]:
+    """Each text once: which of several equal ones are nearest is decided by rounding."""
     from packhorse.data.tables import read_texts
     from packhorse.reports import docstrings
 
     if path is None:
-        return [docstring.text for docstring in docstrings.read()][: min(limit, DEFAULT_TEXTS)]
-    return [str(record.text) for record in islice(read_texts(path, skip_empty=True), limit)]
+        texts = dict.fromkeys(docstring.text for docstring in docstrings.read())
+        return list(texts)[: min(limit, DEFAULT_TEXTS)]
+    records = islice(read_texts(path, skip_empty=True), limit)
+    return list(dict.fromkeys(str(record.text) for record in records))
