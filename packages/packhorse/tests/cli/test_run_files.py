@@ -95,11 +95,14 @@ def test_mistakes_about_files(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes("text;n\nj\u00e4h;1\n".encode("cp1252"))
     (tmp_path / "b.csv").write_text("text,vector\none,two\n")
     (tmp_path / "c.jsonl").write_text('{"text": "one", "n": 1}\n{"text": "two", "n": "x"}\n')
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "one", "n": 2**70}))
+    (tmp_path / "e.jsonl").write_text(json.dumps({"text": "one", "n": "\ud800"}))
     embed = ["--task", "embed", "-m", tiny("embed")]
     out = ["--out", tmp_path / "o.jsonl"]
     cases = [
         (["--input", tmp_path / "a.csv", *out], "line 2: not UTF-8 (byte 1); name its encoding"),
         (["--input", tmp_path / "a.csv", "--encoding", "klingon"], "unknown encoding 'klingon'"),
+        (["--input", tmp_path / "a.csv", "--encoding", "hex"], "unknown encoding 'hex'"),
         (["--input", tmp_path / "a.csv", "--delimiter", "::"], "it is a single character"),
         (["--input", tmp_path / "b.csv", *out], "has a column 'vector', as the results have"),
         (["--input", tmp_path / "b.csv", *out, "--keep", "x"], "no column 'x' to keep; there are"),
@@ -107,6 +110,8 @@ def test_mistakes_about_files(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
         (["--input", tmp_path / "b.csv", "--keep", "text"], "--keep is for files with columns"),
         (["x", "--out", tmp_path / "o.npy", "--keep", "text"], "--keep is for files with columns"),
         (["--input", tmp_path / "c.jsonl", "--out", tmp_path / "o.parquet"], "different kinds"),
+        (["--input", tmp_path / "d.jsonl", "--out", tmp_path / "o.parquet"], "has no type of a"),
+        (["--input", tmp_path / "e.jsonl", "--out", tmp_path / "o.parquet"], "has no type of a"),
         (["x", "--devices", "cpu,cpu"], "--devices is for --out"),
         (["x", *out, "--devices", "cpu,abacus"], "unknown device 'abacus'"),
         (["--skip-empty", "--keep-empty"], "contradict each other"),
@@ -204,6 +209,9 @@ def test_lines_of_json_have_the_columns_of_all_lines(cli: Cli, tiny: Tiny, tmp_p
     assert [row["n"] for row in rows] == [1.0, 2.5, None]
     assert [row["tags"] for row in rows] == [[], None, ["c"]]
     assert [row["more"] for row in rows] == [None, {"a": None}, {"a": "b"}]
+    path.write_text(json.dumps({"text": "good horse", "id": 2**70}))
+    assert cli(*command, "--overwrite", "--out", tmp_path / "out.parquet").code == 0
+    assert [row["id"] for row in rows_of(tmp_path / "out.parquet")] == [str(2**70)]
 
 
 def test_columns_of_a_saved_dataset(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
