@@ -245,6 +245,27 @@ def test_an_empty_text_has_the_librarys_vector(cli: Cli, tiny: Tiny, tmp_path: P
     assert np.abs(np.array(row["vector"]) - encoder.embed([""])[0]).max() < 1e-6
 
 
+@pytest.mark.parametrize(
+    "flags", [("--skip-empty", "--keep-empty"), ("--keep-empty", "--skip-empty")]
+)
+def test_empty_texts_are_not_skipped_in_one_half_and_kept_in_the_other(
+    flags: tuple[str, str], cli: Cli, tiny: Tiny, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.jsonl"
+    good = "".join(json.dumps({"text": text}) + "\n" for text in ("good", "", "bad", "mule"))
+    path.write_text(good + '{"text": "end"!')
+    modified = path.stat().st_mtime_ns
+    command = ["run", "--task", "embed", "-m", tiny("embed"), "--input", path, "--chunk", "1"]
+    command += ["--out", out := tmp_path / "v.jsonl"]
+    assert cli(*command, flags[0]).code == 2
+    path.write_text(good + '{"text": "end"}')  # of the same length and time: the same input
+    os.utime(path, ns=(modified, modified))
+    result = cli(*command, flags[1])
+    assert result.code == 2 and "--skip-empty and --keep-empty" in result.err
+    assert cli(*command, flags[0]).code == 0
+    assert [row["id"] for row in rows_of(out)] == [0, *([1] if "keep" in flags[0] else []), 2, 3, 4]
+
+
 @pytest.mark.parametrize("content", ["", "text,n\n", "text,n\n,1\n"])
 @pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".parquet"])
 def test_a_file_without_texts_gives_a_file_without_rows(
