@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import subprocess
@@ -19,7 +20,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from packhorse.data.sources.chunking import chunks
+from packhorse.data.sources.files import SourceFile
 from packhorse.data.sources.hub import HubFile, is_address
+from packhorse.errors import InputError
 
 pytest.importorskip("nupunkt", reason="no nupunkt: pip install 'packhorse[data]'")
 
@@ -201,6 +205,26 @@ def test_what_cannot_be_read_is_told_in_one_line(
     result = run_with(hub, "-m", "packhorse", "data", "build", address, tmp_path / "out", *flags)
     assert result.returncode == 2 and message in result.stderr, result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("fails", ["open", "read"])
+def test_errors_of_the_client_are_those_of_files(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of HTTP clients are no OSError, by which readers of files know what cannot be read."""
+
+    class Broken(io.BytesIO):
+        def open(self, *_: object, **__: object) -> Broken:
+            return self
+
+        def fail(self, *_: object, **__: object) -> None:
+            raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(Broken, fails, Broken.fail)
+    monkeypatch.setattr("huggingface_hub.HfFileSystem", Broken)
+    file = HubFile("org/texts", COMMIT, "a.jsonl", 10, "")
+    with pytest.raises(InputError, match=r"a\.jsonl cannot be read: connection refused"):
+        next(chunks([SourceFile(file, "jsonl", 10, "text")], 5))
 
 
 def test_a_file_of_the_hub_is_no_file_here() -> None:

@@ -12,11 +12,14 @@ dataset is named.
 
 from __future__ import annotations
 
+import io
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast, final
 
 from packhorse.errors import InputError
 
@@ -71,7 +74,48 @@ class HubFile:
         from huggingface_hub import HfFileSystem
 
         path = f"datasets/{self.repository}@{self.commit}/{self.file}"
-        return HfFileSystem().open(path, mode, block_size=BLOCK_BYTES)  # pyright: ignore[reportReturnType]
+        with _errors_as_os_errors():
+            file: Any = HfFileSystem().open(path, mode, block_size=BLOCK_BYTES)
+        return cast(BinaryIO, _RemoteFile(file))
+
+
+@contextmanager
+def _errors_as_os_errors() -> Iterator[None]:
+    """Raise as OSError, which readers of files expect, what a client of HTTP raises."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # of the client, of HTTP and of the connection
+        raise OSError(str(error) or type(error).__name__) from error
+
+
+@final
+class _RemoteFile(io.RawIOBase):
+    """A file of the hub, whose errors are those of a file here."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        with _errors_as_os_errors():
+            return self._file.read(-1 if size is None else size)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 SourcePath = Path | HubFile
