@@ -352,3 +352,6 @@ def test_what_cannot_be_read_from_standard_input(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(InputError, match=message):
             find([Path("-")])
     unpacking.standard_input.cache_clear()
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(InputError, match="standard input is closed"):
+        find([Path("-")])

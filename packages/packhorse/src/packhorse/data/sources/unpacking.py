@@ -182,6 +182,8 @@ def standard_input() -> _StandardInput:
     """The standard input of this process, which can be read once."""
     import sys
 
+    if sys.stdin is None:  # a service, or <&-
+        raise InputError("standard input is closed; pipe text into it, or name a file")
     return _StandardInput(cast(BufferedReader, sys.stdin.buffer))
 
 
