@@ -74,28 +74,30 @@ class HubFile:
         from huggingface_hub import HfFileSystem
 
         path = f"datasets/{self.repository}@{self.commit}/{self.file}"
-        with _errors_as_os_errors():
+        with _connection_errors(str(self)):
             file: Any = HfFileSystem().open(path, mode, block_size=BLOCK_BYTES)
-        return cast(BinaryIO, _RemoteFile(file))
+        return cast(BinaryIO, _RemoteFile(file, str(self)))
 
 
 @contextmanager
-def _errors_as_os_errors() -> Iterator[None]:
-    """Raise as OSError, which readers of files expect, what a client of HTTP raises."""
+def _connection_errors(name: str) -> Iterator[None]:
+    """Turn errors of the connection into a message; readers would take an OSError for damage."""
     try:
         yield
-    except OSError:
-        raise
     except Exception as error:  # of the client, of HTTP and of the connection
-        raise OSError(str(error) or type(error).__name__) from error
+        reason = str(error) or type(error).__name__
+        raise InputError(
+            f"{name} cannot be read: {reason}; check the connection and try again"
+        ) from error
 
 
 @final
 class _RemoteFile(io.RawIOBase):
-    """A file of the hub, whose errors are those of a file here."""
+    """A file of the hub, whose errors name it."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, name: str) -> None:
         self._file = file
+        self._name = name
 
     def readable(self) -> bool:
         return True
@@ -110,7 +112,7 @@ class _RemoteFile(io.RawIOBase):
         return self._file.tell()
 
     def read(self, size: int | None = -1, /) -> bytes:
-        with _errors_as_os_errors():
+        with _connection_errors(self._name):
             return self._file.read(-1 if size is None else size)
 
     def close(self) -> None:
