@@ -95,11 +95,14 @@ def test_mistakes_about_files(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes("text;n\nj\u00e4h;1\n".encode("cp1252"))
     (tmp_path / "b.csv").write_text("text,vector\none,two\n")
     (tmp_path / "c.jsonl").write_text('{"text": "one", "n": 1}\n{"text": "two", "n": "x"}\n')
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "one", "n": 2**70}))
+    (tmp_path / "e.jsonl").write_text(json.dumps({"text": "one", "n": "\ud800"}))
     embed = ["--task", "embed", "-m", tiny("embed")]
     out = ["--out", tmp_path / "o.jsonl"]
     cases = [
         (["--input", tmp_path / "a.csv", *out], "line 2: not UTF-8 (byte 1); name its encoding"),
         (["--input", tmp_path / "a.csv", "--encoding", "klingon"], "unknown encoding 'klingon'"),
+        (["--input", tmp_path / "a.csv", "--encoding", "hex"], "unknown encoding 'hex'"),
         (["--input", tmp_path / "a.csv", "--delimiter", "::"], "it is a single character"),
         (["--input", tmp_path / "b.csv", *out], "has a column 'vector', as the results have"),
         (["--input", tmp_path / "b.csv", *out, "--keep", "x"], "no column 'x' to keep; there are"),
@@ -107,6 +110,8 @@ def test_mistakes_about_files(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
         (["--input", tmp_path / "b.csv", "--keep", "text"], "--keep is for files with columns"),
         (["x", "--out", tmp_path / "o.npy", "--keep", "text"], "--keep is for files with columns"),
         (["--input", tmp_path / "c.jsonl", "--out", tmp_path / "o.parquet"], "different kinds"),
+        (["--input", tmp_path / "d.jsonl", "--out", tmp_path / "o.parquet"], "has no type of a"),
+        (["--input", tmp_path / "e.jsonl", "--out", tmp_path / "o.parquet"], "has no type of a"),
         (["x", "--devices", "cpu,cpu"], "--devices is for --out"),
         (["x", *out, "--devices", "cpu,abacus"], "unknown device 'abacus'"),
         (["--skip-empty", "--keep-empty"], "contradict each other"),
@@ -204,6 +209,9 @@ def test_lines_of_json_have_the_columns_of_all_lines(cli: Cli, tiny: Tiny, tmp_p
     assert [row["n"] for row in rows] == [1.0, 2.5, None]
     assert [row["tags"] for row in rows] == [[], None, ["c"]]
     assert [row["more"] for row in rows] == [None, {"a": None}, {"a": "b"}]
+    path.write_text(json.dumps({"text": "good horse", "id": 2**70}))
+    assert cli(*command, "--overwrite", "--out", tmp_path / "out.parquet").code == 0
+    assert [row["id"] for row in rows_of(tmp_path / "out.parquet")] == [str(2**70)]
 
 
 def test_columns_of_a_saved_dataset(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
@@ -235,6 +243,27 @@ def test_an_empty_text_has_the_librarys_vector(cli: Cli, tiny: Tiny, tmp_path: P
     assert np.abs(encoder.encode([""]) - np.load(out)[1]).max() < 1e-6
     (row,) = cli("run", "", "--keep-empty", *command[1:5], "--json").document["results"]
     assert np.abs(np.array(row["vector"]) - encoder.embed([""])[0]).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "flags", [("--skip-empty", "--keep-empty"), ("--keep-empty", "--skip-empty")]
+)
+def test_empty_texts_are_not_skipped_in_one_half_and_kept_in_the_other(
+    flags: tuple[str, str], cli: Cli, tiny: Tiny, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.jsonl"
+    good = "".join(json.dumps({"text": text}) + "\n" for text in ("good", "", "bad", "mule"))
+    path.write_text(good + '{"text": "end"!')
+    modified = path.stat().st_mtime_ns
+    command = ["run", "--task", "embed", "-m", tiny("embed"), "--input", path, "--chunk", "1"]
+    command += ["--out", out := tmp_path / "v.jsonl"]
+    assert cli(*command, flags[0]).code == 2
+    path.write_text(good + '{"text": "end"}')  # of the same length and time: the same input
+    os.utime(path, ns=(modified, modified))
+    result = cli(*command, flags[1])
+    assert result.code == 2 and "--skip-empty and --keep-empty" in result.err
+    assert cli(*command, flags[0]).code == 0
+    assert [row["id"] for row in rows_of(out)] == [0, *([1] if "keep" in flags[0] else []), 2, 3, 4]
 
 
 @pytest.mark.parametrize("content", ["", "text,n\n", "text,n\n,1\n"])

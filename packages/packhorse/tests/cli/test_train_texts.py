@@ -102,6 +102,15 @@ def test_what_does_not_go_together(
     assert result.code == 2 and message in result.err
 
 
+def test_a_single_document_cannot_be_held_out(
+    cli, flags: dict[str, object], tmp_path: Path
+) -> None:
+    (tmp_path / "one.txt").write_text("One document of text.")
+    result = cli(*command(flags, {"--texts": tmp_path / "one.txt", "--eval-fraction": 1e-9}))
+    assert result.code == 2 and "none of the 1 documents is held out" in result.err
+    assert "--documents" in result.err and "flag of `packhorse data build`" in result.err
+
+
 def test_texts_need_a_tokenizer(cli, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Text.")
     words = ("--config", "domain-bert", "--texts", tmp_path / "a.txt", "--out", tmp_path / "run")

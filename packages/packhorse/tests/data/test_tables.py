@@ -162,6 +162,15 @@ def test_a_cell_may_be_long(tmp_path: Path) -> None:
     assert len(str(next(read_texts(path)).text)) == 300_000
 
 
+def test_a_blank_first_line_has_the_columns_that_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n{"text": "one", "n": 1}\n')
+    records = read_texts(tmp_path / "a.jsonl", keep_empty=True, keep={"n": "m"})
+    assert [(record.text, record.cells) for record in records] == [
+        ("", {"m": None}),
+        ("one", {"m": 1}),
+    ]
+
+
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntw\xc3\xb6\n")))
     assert [r.text for r in read_texts("-")] == ["one", "twö"]

@@ -143,7 +143,10 @@ def _with_corpus(settings: TrainSettings, out: Path) -> TrainSettings:
         with build_progress() as watch:
             built = build(corpus, watch, note)
     except InputError as error:
-        raise InputError(str(error).replace("pass --overwrite", f"remove {corpus.out}")) from error
+        message = str(error).replace("pass --overwrite", f"remove {corpus.out}")
+        if "--documents" in message:
+            message += "; that is a flag of `packhorse data build`, whose folder --train takes"
+        raise InputError(message) from error
     counts = built.train.config["found"]
     note(
         f"{corpus.out}: {counts['documents']:,} documents, {counts['held_out']:,} of them held out,"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +77,8 @@ def write(
     facts = {"model": encoder.name, "device": device_names(encoders)}
 
     def append(chunk: Sequence[Record], rows: Sequence["Row"]) -> None:
-        file.append(rows, file.consumed + len(chunk))
         done = chunk[-1].number + 1  # rows of the input, skipped ones too
+        file.append(rows, done)
         figures = {"sequences": file.rows}
         report(f"writing {out}", done, total.at_least(done), figures=figures)
 
@@ -93,8 +93,8 @@ def write(
     on_cpu = sum(worker.device.type == "cpu" for worker in encoders)
     pipeline = Pipeline(workers, append, prepare=partial(cores.share_threads, on_cpu))
     with closing(file), stage_progress(facts=facts) as report, _note_interruption(file):
-        chunks = _chunks(records, chunk_size, skip=file.consumed)
-        pipeline.run(chunks, first=file.consumed // chunk_size)
+        chunks = _chunks(_not_written(records, file), chunk_size)
+        pipeline.run(chunks, first=rows_before // chunk_size)
         file.finish()
     seconds = time.perf_counter() - start
     new_rows = file.rows - rows_before
@@ -118,7 +118,7 @@ def write_calibration(
     total = _RowCount(flags)
     facts = {"model": encoder.name, "device": str(encoder.device)}
     with progress(f"calibrating {path}", counts="sequences", facts=facts) as advance:
-        for chunk in _chunks(records, flags.chunk or _default_chunk(encoder, flags.task), skip=0):
+        for chunk in _chunks(records, flags.chunk or _default_chunk(encoder, flags.task)):
             vectors = np.stack([row["vector"] for row in _encode_chunk(chunk, encoder, flags)])
             extremes += [vectors.min(axis=0), vectors.max(axis=0)]
             rows += len(vectors)
@@ -165,8 +165,8 @@ def result_fingerprint(encoder: "Encoder", flags: RunFlags) -> "Fingerprint":
 def _input_facts(records: Iterable[Record], flags: RunFlags) -> dict[str, Any]:
     """Return what else decides the rows.
 
-    `--skip-empty` is not part of it: a run without that flag stops at the first empty text, so all
-    rows written until then are the same.
+    `--skip-empty` and `--keep-empty` are not part of it: a run without them stops at the first
+    empty text, so all rows written until then are the same. `_not_written` tells them apart.
     """
     return {
         "version": __version__,
@@ -214,9 +214,25 @@ def _stamp(paths: Sequence[Path]) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def _chunks(records: Iterable[Record], size: int, skip: int) -> Iterator[list[Record]]:
-    """Cut the records into chunks; `skip` counts whole chunks, so the cuts stay the same."""
-    remaining = islice(records, skip, None)
+def _not_written(records: Iterable[Record], file: ResumableFile) -> Iterator[Record]:
+    """The records without a row in the file: whole chunks have one, so the cuts stay the same."""
+    remaining = iter(records)
+    written = 0
+    for record in remaining:
+        if record.number >= file.consumed:
+            remaining = chain([record], remaining)
+            break
+        written += 1
+    if written != file.rows:
+        raise InputError(
+            f"the unfinished {file.path} was begun with another of --skip-empty and --keep-empty; "
+            f"pass that one, or remove {file.path}.partial.json to begin again"
+        )
+    yield from remaining
+
+
+def _chunks(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
+    remaining = iter(records)
     while chunk := list(islice(remaining, size)):
         yield chunk
 

@@ -112,7 +112,9 @@ def _types_of_lines(source: str, keep: Kept, form: CsvFormat) -> dict[str, Any]:
     rows = read_rows(source, form=form)
     number = 0
     for cells in _batches(rows):
-        if keep != ALL_COLUMNS:
+        if keep == ALL_COLUMNS:  # the id is written as text if it is no number that fits
+            cells = [{name: row[name] for name in row if name != "id"} for row in cells]
+        else:
             cells = [{name: row.get(name) for name in keep} for row in cells]
         try:
             names = dict.fromkeys(name for row in cells for name in row)
@@ -125,6 +127,11 @@ def _types_of_lines(source: str, keep: Kept, form: CsvFormat) -> dict[str, Any]:
                 f"{source}, rows {number} to {number + len(cells) - 1}: a column has cells of "
                 f"different kinds ({str(error).splitlines()[0]}); write .jsonl, or name the "
                 "columns to keep with --keep"
+            ) from error
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise InputError(
+                f"{source}, rows {number} to {number + len(cells) - 1}: a cell has no type of a "
+                f"table ({error}); write .jsonl, or name the columns to keep with --keep"
             ) from error
         number += len(cells)
     return {field.name: _plain_type(field.type) for field in schema}

@@ -46,8 +46,8 @@ class CsvFormat:
             if len(getattr(self, name)) > 1:
                 raise InputError(f"{name} is {getattr(self, name)!r}; it is a single character")
         try:
-            codecs.lookup(self.encoding or "utf-8")
-        except LookupError as error:
+            "".encode(self.encoding or "utf-8")  # refuses codecs that are not of text, such as hex
+        except (LookupError, UnicodeError) as error:
             raise InputError(
                 f"unknown encoding {self.encoding!r}; name one that Python knows, such as cp1252"
             ) from error

@@ -371,7 +371,7 @@ class _State:
     """What the partial files are known to hold."""
 
     made_by: dict[str, Any]
-    consumed: int = 0  # texts of the input whose results are on disk
+    consumed: int = 0  # rows of the input whose results are on disk, skipped ones too
     rows: int = 0
     numbered: bool = True  # ids are 0, 1, 2 …, so npy needs no file of ids
     head: int = 0  # bytes before the first row
@@ -422,7 +422,7 @@ class ResumableFile:
 
     @property
     def consumed(self) -> int:
-        """How many texts of the input have their results on disk."""
+        """How much of the input has its results on disk, as it was told to `append`."""
         return self._state.consumed
 
     @property

@@ -417,9 +417,11 @@ def read_texts(
         if keep == ALL_COLUMNS:  # a line of JSON may have columns that others have not
             cells = {name: cell for name, cell in row.cells.items() if name != "id"}
         else:
-            if kept is None:
+            if kept is None and row.cells:
                 kept = kept_names(list(row.cells), keep, row.place)
-            cells = {new: row.cells.get(old) for old, new in kept.items()}
+            asked = keep if isinstance(keep, Mapping) else {}  # a blank line has no names
+            names = (kept or asked).items()
+            cells = {new: row.cells.get(old) for old, new in names if old != "id"}
         identity = row.cells.get("id")
         yield Record(
             number if identity is None else _identity(identity, row.place),

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import tarfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -167,6 +168,14 @@ def test_duplicates_are_found_across_parts_for_any_number_of_workers(options: Bu
     other = replace(cleaned, workers=2, out=options.out.with_name("two"))
     build(other)
     assert tree(other.out) == tree(cleaned.out)
+
+
+def test_an_archive_without_a_file_has_no_duplicates(options: BuildOptions) -> None:
+    with tarfile.open(options.sources[0], "w") as archive:
+        archive.addfile(tarfile.TarInfo(".hidden"))
+    cleaning = Cleaning(duplicates="exact")
+    with pytest.raises(InputError, match="nothing to learn from"):
+        build(replace(options, cleaning=cleaning))
 
 
 def test_the_first_stays(options: BuildOptions) -> None:

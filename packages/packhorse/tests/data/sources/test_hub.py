@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import subprocess
@@ -19,7 +20,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from packhorse.data.sources.chunking import Chunk, chunks
+from packhorse.data.sources.documents import read
+from packhorse.data.sources.files import SourceFile
 from packhorse.data.sources.hub import HubFile, is_address
+from packhorse.errors import InputError
 
 pytest.importorskip("nupunkt", reason="no nupunkt: pip install 'packhorse[data]'")
 
@@ -201,6 +206,30 @@ def test_what_cannot_be_read_is_told_in_one_line(
     result = run_with(hub, "-m", "packhorse", "data", "build", address, tmp_path / "out", *flags)
     assert result.returncode == 2 and message in result.stderr, result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("fails", ["open", "read"])
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+def test_a_broken_connection_is_no_damage(
+    fails: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of a row group either, whose remaining rows would be counted as lost."""
+
+    class Broken(io.BytesIO):
+        def open(self, *_: object, **__: object) -> Broken:
+            return Broken(bytes(100))
+
+        def fail(self, *_: object, **__: object) -> None:
+            raise error("connection refused")
+
+    monkeypatch.setattr(Broken, fails, Broken.fail)
+    monkeypatch.setattr("huggingface_hub.HfFileSystem", Broken)
+    file = HubFile("org/texts", COMMIT, "a.jsonl", 10, "")
+    with pytest.raises(InputError, match=r"a\.jsonl cannot be read: connection refused"):
+        next(chunks([SourceFile(file, "jsonl", 10, "text")], 5))
+    rows = Chunk(SourceFile(file, "parquet", 10, "text"), 0, 0, 5)
+    with pytest.raises(InputError, match=r"a\.jsonl cannot be read: connection refused"):
+        read(rows)
 
 
 def test_a_file_of_the_hub_is_no_file_here() -> None:

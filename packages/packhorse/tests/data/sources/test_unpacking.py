@@ -167,6 +167,31 @@ def test_a_cut_tar_is_used_up_to_the_cut(tmp_path: Path, packing: str) -> None:
     assert len(problems) == 1 and "cut" in problems[0]
 
 
+def test_what_tar_would_not_reach_is_reported(tmp_path: Path) -> None:
+    """A damaged header looks like the end to tarfile, and so does the end of a first archive."""
+    tar = tar_of({f"{i}.txt": f"Text {i}.".encode() * 200 for i in range(4)})
+    second = tar.index(b"1.txt")
+    (tmp_path / "damaged").write_bytes(tar[:second] + b"?" + tar[second + 1 :])
+    texts, problems = unpack_all(tmp_path / "damaged")
+    assert list(texts) == ["0.txt"] and len(problems) == 1 and "damaged" in problems[0]
+    (tmp_path / "two").write_bytes(tar + tar)
+    texts, problems = unpack_all(tmp_path / "two")
+    assert len(texts) == 4 and len(problems) == 1 and "behind its end" in problems[0]
+
+
+def test_a_packed_tar_is_known_by_its_first_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of bzip2 is hundreds of kilobytes long."""
+    tar = COMPRESS["bz2"](tar_of({"a.txt": random.Random(0).randbytes(300_000)}))
+    (tmp_path / "a.tar.bz2").write_bytes(tar)
+    assert packing_of_file(tmp_path / "a.tar.bz2") == ("bz2", "tar")
+    unpacking.standard_input.cache_clear()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(tar)))
+    assert packing_of_file(unpacking.STANDARD_INPUT) == ("bz2", "tar")
+    unpacking.standard_input.cache_clear()
+
+
 @pytest.mark.parametrize("sizes_follow", [False, True])
 def test_a_cut_zip_is_used_up_to_the_cut(tmp_path: Path, sizes_follow: bool) -> None:
     packed = io.BytesIO()
@@ -327,3 +352,6 @@ def test_what_cannot_be_read_from_standard_input(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(InputError, match=message):
             find([Path("-")])
     unpacking.standard_input.cache_clear()
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(InputError, match="standard input is closed"):
+        find([Path("-")])

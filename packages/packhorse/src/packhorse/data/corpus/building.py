@@ -308,7 +308,7 @@ def _make(step: _BuildStep, sources: Sequence[SourceFile]) -> Path:
     if options.eval_hashes:
         copy_file(options.eval_hashes, folder / HASHES)
     counts = _read_sources(step, sources)
-    if options.cleaning.duplicates:
+    if options.cleaning.duplicates and counts:
         counts = _leave_out_duplicates(step, len(counts))
     total = sum(counts, CorpusCounts())
     if not total.sequences:
@@ -743,13 +743,10 @@ def make_part_of_draft(number: int, recipe: Recipe, folder: Path) -> CorpusCount
             stored["ids"].copy(), stored["sentences"].copy(), stored["documents"].copy()
         )
         draft = _Draft(documents, stored["held_out"].astype(bool), stored["md5"].reshape(-1, 2))
-        begin = sum(
-            len(arrays.read(draft_path(folder, earlier))[0]["held_out"])
-            for earlier in range(number)
-        )
-        kept = arrays.read(folder / KEPT)[0]
-        exact = kept["exact"][begin : begin + len(draft.held_out)].astype(bool)
-        near = kept["near"][begin : begin + len(draft.held_out)].astype(bool)
+        kept, of_all = arrays.read(folder / KEPT)
+        begin, end = of_all["bounds"][number : number + 2]
+        exact = kept["exact"][begin:end].astype(bool)
+        near = kept["near"][begin:end].astype(bool)
         facts |= {"duplicates": int(exact.sum()), "near_duplicates": int(near.sum())}
         _write_part(path, number, draft, ~(exact | near), facts, recipe, folder)
     return counts_in(path)

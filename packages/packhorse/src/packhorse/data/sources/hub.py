@@ -12,11 +12,14 @@ dataset is named.
 
 from __future__ import annotations
 
+import io
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast, final
 
 from packhorse.errors import InputError
 
@@ -71,7 +74,50 @@ class HubFile:
         from huggingface_hub import HfFileSystem
 
         path = f"datasets/{self.repository}@{self.commit}/{self.file}"
-        return HfFileSystem().open(path, mode, block_size=BLOCK_BYTES)  # pyright: ignore[reportReturnType]
+        with _connection_errors(str(self)):
+            file: Any = HfFileSystem().open(path, mode, block_size=BLOCK_BYTES)
+        return cast(BinaryIO, _RemoteFile(file, str(self)))
+
+
+@contextmanager
+def _connection_errors(name: str) -> Iterator[None]:
+    """Turn errors of the connection into a message; readers would take an OSError for damage."""
+    try:
+        yield
+    except Exception as error:  # of the client, of HTTP and of the connection
+        reason = str(error) or type(error).__name__
+        raise InputError(
+            f"{name} cannot be read: {reason}; check the connection and try again"
+        ) from error
+
+
+@final
+class _RemoteFile(io.RawIOBase):
+    """A file of the hub, whose errors name it."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file = file
+        self._name = name
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        with _connection_errors(self._name):
+            return self._file.read(-1 if size is None else size)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 SourcePath = Path | HubFile

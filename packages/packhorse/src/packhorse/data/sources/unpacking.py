@@ -54,6 +54,7 @@ _MAGICS = {
     b"PK\x03\x04": "zip",
 }
 _MAGIC_BYTES = 265  # up to here a tar has shown what it is
+_LARGEST_BLOCK = 1 << 20  # packed; bzip2 unpacks nothing before 900 kB of text are complete
 _ZSTD_SKIPPABLE = range(0x184D2A50, 0x184D2A60)  # frames of other programs (pzstd, zstd seekable)
 _ZIP_HEADER = struct.Struct("<4sHHHHHIIIHH")  # in front of each entry
 _ZIP_NO_TEXT = "its directory is missing, so the file is cut; the entries that are left are used"
@@ -107,17 +108,17 @@ def packing_of_file(path: SourcePath) -> tuple[str, ...]:
     if outer in ("", *ARCHIVES):
         return (outer,) if outer else ()
     if path == STANDARD_INPUT:
-        inner = _peek_packed(standard_input().peek(FED_BYTES), outer)
+        inner = _peek_packed(BytesIO(standard_input().peek(_LARGEST_BLOCK)), outer)
     else:
         with path.open("rb") as file:
-            inner = _peek_packed(file.read(FED_BYTES), outer)
+            inner = _peek_packed(file, outer)
     return (outer, "tar") if packing_of(inner) == "tar" else (outer,)
 
 
-def _peek_packed(packed: bytes, packing: str) -> bytes:
-    """The first bytes that packed bytes unpack to."""
+def _peek_packed(file: Readable, packing: str) -> bytes:
+    """The first bytes that a packed file unpacks to."""
     text = b""
-    for piece, _ in unpack(BytesIO(packed), packing):
+    for piece, _ in unpack(file, packing):
         text += piece
         if len(text) >= _MAGIC_BYTES:
             break
@@ -181,6 +182,8 @@ def standard_input() -> _StandardInput:
     """The standard input of this process, which can be read once."""
     import sys
 
+    if sys.stdin is None:  # a service, or <&-
+        raise InputError("standard input is closed; pipe text into it, or name a file")
     return _StandardInput(cast(BufferedReader, sys.stdin.buffer))
 
 
@@ -347,8 +350,12 @@ def _tar_streams(reader: _PieceReader, counted: _CountedFile) -> Iterator[TextSt
                 if info.isreg() and _is_data(info.name):
                     pieces = _member_pieces(_tar_pieces(archive, info, reader))
                     yield TextStream(info.name, pieces, lambda: counted.position)
-        while reader.read(PIECE_BYTES):
-            pass  # so that damage behind the last file is found
+            # tarfile takes a damaged header for the end; and the packed data may be damaged here.
+            while rest := archive.fileobj.read(PIECE_BYTES):  # pyright: ignore[reportOptionalMemberAccess]
+                if rest.strip(b"\0"):
+                    raise tarfile.ReadError(
+                        "what follows is no file, or stands behind its end mark"
+                    )
         if reader.tail.strip(b"\0"):
             raise tarfile.ReadError("it has no end mark")
     except _BROKEN as error:
