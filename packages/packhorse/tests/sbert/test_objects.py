@@ -385,6 +385,11 @@ def test_pools_of_processes(both: dict[str, tuple[Any, Any]]) -> None:
         ours.stop_multi_process_pool(pool)
 
 
+def test_a_text_is_no_pair_of_letters(both: dict[str, tuple[Any, Any]]) -> None:
+    with pytest.raises(InputError, match="'ab'"):
+        both["CrossEncoder"][0].predict("ab")
+
+
 def test_a_pool_forgets_answers_to_an_interrupted_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "_calls", iter([7]))
     outputs: queue.Queue[Any] = queue.Queue()
@@ -398,6 +403,14 @@ def test_a_pool_refuses_what_it_cannot_send(dense: packhorse.SentenceTransformer
     pool = {"processes": [None]}
     with pytest.raises(InputError, match="a pool cannot send"):
         dense.encode(["the horse"], pool=pool, processing_kwargs={"text": lambda: 0})
+
+
+def test_pairs_are_cut_to_the_length_of_a_call(both: dict[str, tuple[Any, Any]]) -> None:
+    ours, theirs = both["SentenceTransformer"]
+    pairs = [(TEXTS[0] * 3, TEXTS[1] * 3)]
+    short = {"processing_kwargs": {"text": {"max_length": 8}}}
+    assert far(ours.encode(pairs, **short), theirs.encode(pairs, **short)) <= CLOSE
+    assert far(ours.encode(pairs, **short), ours.encode(pairs)) > CLOSE
 
 
 def test_upload(dense: packhorse.SentenceTransformer, monkeypatch: pytest.MonkeyPatch) -> None:
