@@ -390,6 +390,13 @@ def test_a_text_is_no_pair_of_letters(both: dict[str, tuple[Any, Any]]) -> None:
         both["CrossEncoder"][0].predict("ab")
 
 
+def test_a_model_that_is_not_in_the_cache_of_the_user(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="not whole") as error:
+        packhorse.SentenceTransformer("org/x", cache_folder=str(tmp_path), local_files_only=True)
+    assert f"cache {tmp_path}, and local_files_only is set" in str(error.value)
+    assert f"hf download org/x --cache-dir {tmp_path}" in str(error.value)
+
+
 def test_a_pool_forgets_answers_to_an_interrupted_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "_calls", iter([7]))
     outputs: queue.Queue[Any] = queue.Queue()
