@@ -44,6 +44,16 @@ def test_rows_of_ours_and_of_a_peer_that_fails() -> None:
     assert progress[0] == (1, 6) and len(scaling.table(rows).rows) == 1
 
 
+def test_a_process_that_fails_in_a_round_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> float:
+        raise ChildProcessError("its process ended")
+
+    monkeypatch.setattr(scaling, "_open", lambda streams, opened: [])
+    monkeypatch.setattr(scaling, "_time_round", fail)
+    (row,) = scaling.measure(request_for())
+    assert row.problem == "its process ended"
+
+
 def test_every_division_of_the_cores() -> None:
     request = request_for(peers=("transformers",))
     rows = scaling._rows(request, (1, 6))

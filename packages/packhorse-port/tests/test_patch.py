@@ -87,6 +87,8 @@ def test_options_act_where_they_are_used() -> None:
         ("y = poptorch.identity_loss(a)", "y = a"),
         ("y = poptorch.recomputationCheckpoint(a, b)", "y = (a, b)"),
         ("y = poptorch.ipu_print_tensor(a, 'a') + 1", "y = a + 1"),
+        ("y = 2 * poptorch.nop(a + b)", "y = 2 * (a + b)"),
+        ("y = poptorch.nop(a + b)", "y = a + b"),
         ("net.l = poptorch.BeginBlock(net.l, ipu_id=1)", "net.l = net.l"),
         ("if poptorch.ipuHardwareIsAvailable(): f()", "if False: f()"),
         ("if a: poptorch.setLogLevel('ERR')", "if a: pass"),

@@ -129,3 +129,8 @@ def test_other_modules_of_the_sdk_are_refused_by_name(name, tmp_path):
     with pytest.raises(ModuleNotFoundError, match=script.SDK[name].split(";")[0]):
         finder.find_spec(name)
     assert script.hide_torchvision(lambda name, package=None: finder.find_spec(name))(name) is None
+
+
+def test_poprun_names_a_command_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert poprun.main(["--num-instances", "2", "no-such-command", "x"]) == 2
+    assert capsys.readouterr().err == "poprun: no-such-command is no command that can be run\n"

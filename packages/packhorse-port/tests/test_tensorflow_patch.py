@@ -241,3 +241,45 @@ def test_check_knows_the_names(tmp_path: Any) -> None:
         (13, "emulated", "IPUConfig.device_connection.type"),
         (14, "fails", "keras.optimizer_v2"),
     } <= found
+
+
+HEAD = """\
+import tensorflow as tf
+from tensorflow.python import ipu
+strategy = ipu.ipu_strategy.IPUStrategy()
+"""
+IMPORT = "import tensorflow as tf\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("y = 2 * ipu.cross_replica_ops.cross_replica_mean(a + b)", "y = 2 * (a + b)"),
+        ("y = ipu.cross_replica_ops.cross_replica_mean(a + b)", "y = a + b"),
+        ("y = ipu.cross_replica_ops.cross_replica_mean(\n  a +\n  b\n)", "y = (a +\n  b)"),
+        ("y = ipu.outlined_function(lambda x: x)(3)", "y = (lambda x: x)(3)"),
+        ("y = strategy.run(lambda x: -x, args=[3])", "y = (lambda x: -x)(3)"),
+        ("y = strategy.run(f)", "y = f()"),
+        (
+            "y = strategy.run(f, [strategy.run(g, args=(x,)), ipu.nn_ops.swish(z)], {'a': 1})",
+            "y = f(g(x), tf.nn.silu(z), **{'a': 1})",
+        ),
+        (
+            "act = ipu.nn_ops.gelu if g else None",
+            "act = (lambda x: tf.nn.gelu(x, approximate=True)) if g else None",
+        ),
+    ],
+)
+def test_expressions_keep_their_meaning(line: str, expected: str) -> None:
+    assert patched(f"{HEAD}{line}\n") == f"{IMPORT}{expected}\n"
+
+
+def test_scopes_are_dissolved_in_a_script_indented_by_tabs() -> None:
+    text = f"{HEAD}with strategy.scope():\n\tif x:\n\t\ty = 2\n"
+    assert patched(text) == f"{IMPORT}if x:\n\ty = 2\n"
+
+
+def test_a_strategy_stays_where_its_scope_does() -> None:
+    text = "with strategy.scope(), tf.device('cpu'):\n    x = 1\n"
+    expected = f"{IMPORT}strategy = tf.distribute.get_strategy()\n{text}"
+    assert patched(HEAD + text) == expected

@@ -120,7 +120,11 @@ def measure(
             if progress:
                 progress(done, total)
         for row, connections in running * request.repeats:
-            row.seconds.append(_time_round(connections))
+            try:
+                if row.problem is None:
+                    row.seconds.append(_time_round(connections))
+            except OSError as error:  # a process failed, or has ended
+                row.problem = str(error)
             done += 1
             if progress:
                 progress(done, total)

@@ -74,6 +74,18 @@ IDENTITIES = {
     "CPU",
     "AsynchronousDataAccessor",
 }
+# Expressions that need no brackets, whatever stands around them
+ATOMS = (
+    ast.Name,
+    ast.Attribute,
+    ast.Call,
+    ast.Subscript,
+    ast.Constant,
+    ast.List,
+    ast.Tuple,
+    ast.Dict,
+    ast.Set,
+)
 CONTEXTS = {"Block", "Stage", "Phase", "NameScope", "Attribute", "MultiConv"}
 # Arguments of PopTorch's optimizers that only keep half precision in range
 SCALING = (
@@ -101,6 +113,21 @@ MODULE_NAMES = {
     "PoplarExecutor.load_state_dict",
     "PoplarExecutor.model",
 }
+
+
+def separate_expressions(tree: ast.Module) -> Iterator[ast.AST]:
+    """Expressions that a comma, a bracket or the end of a statement sets off on both sides."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return | ast.Expr):
+            yield from [node.value] if node.value else []
+        elif isinstance(node, ast.Call):
+            yield from [*node.args, *(word.value for word in node.keywords)]
+
+
+def needs_brackets(expression: ast.expr, is_separate: bool) -> bool:
+    """Whether an expression that loses the brackets around it must get new ones."""
+    has_one_line = expression.lineno == expression.end_lineno
+    return not isinstance(expression, ATOMS) and not (is_separate and has_one_line)
 
 
 @dataclass(frozen=True)
@@ -144,6 +171,7 @@ class ScriptPatcher:
     line: int = 1  # of the current statement
 
     def __post_init__(self) -> None:
+        self.separate = set(map(id, separate_expressions(self.tree)))
         self.plans = option_plans(self.tree, self.origins)
         self.untranslated += self.plans.untranslated
 
@@ -305,11 +333,13 @@ class ScriptPatcher:
 
     def identity(self, node: ast.Call, returned: list[ast.expr]) -> list[ast.AST]:
         """Replace a call by the arguments that it returns."""
-        several = len(returned) > 1
+        in_brackets = len(returned) > 1 or needs_brackets(returned[0], id(node) in self.separate)
         self.text.replace(
-            self.text.begin(node), self.text.begin(returned[0]), "(" if several else ""
+            self.text.begin(node), self.text.begin(returned[0]), "(" if in_brackets else ""
         )
-        self.text.replace(self.text.end(returned[-1]), self.text.end(node), ")" if several else "")
+        self.text.replace(
+            self.text.end(returned[-1]), self.text.end(node), ")" if in_brackets else ""
+        )
         return list(returned)
 
     def loss(self, node: ast.Call) -> list[ast.AST]:

@@ -11,6 +11,7 @@ Several machines need torchrun on each: `popdist` reads its variables.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -83,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         numbers, command = parse(sys.argv[1:] if arguments is None else arguments)
         if command[0] in PYTHONS:
             command[0] = sys.executable
+        if shutil.which(command[0]) is None:
+            raise InputError(f"{command[0]} is no command that can be run")
         path = [STARTUP_FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             "PYTHONPATH": os.pathsep.join(path),

@@ -7,9 +7,11 @@ import inspect
 import json
 import logging
 import pickle
+import queue
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +23,7 @@ import torch
 
 import packhorse
 from packhorse.errors import InputError
-from packhorse.sbert import arguments
+from packhorse.sbert import arguments, pools
 
 from ..runtime import retrieval_models as models
 from ..runtime.retrieval_models import TEXTS
@@ -381,6 +383,41 @@ def test_pools_of_processes(both: dict[str, tuple[Any, Any]]) -> None:
         pool = ours.start_multi_process_pool(["cpu"])
         assert far(method(inputs, pool=pool, chunk_size=2), expected) <= CLOSE
         ours.stop_multi_process_pool(pool)
+
+
+def test_a_text_is_no_pair_of_letters(both: dict[str, tuple[Any, Any]]) -> None:
+    with pytest.raises(InputError, match="'ab'"):
+        both["CrossEncoder"][0].predict("ab")
+
+
+def test_a_model_that_is_not_in_the_cache_of_the_user(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="not whole") as error:
+        packhorse.SentenceTransformer("org/x", cache_folder=str(tmp_path), local_files_only=True)
+    assert f"cache {tmp_path}, and local_files_only is set" in str(error.value)
+    assert f"hf download org/x --cache-dir {tmp_path}" in str(error.value)
+
+
+def test_a_pool_forgets_answers_to_an_interrupted_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "_calls", iter([7]))
+    outputs: queue.Queue[Any] = queue.Queue()
+    outputs.put((6, 0, pickle.dumps(["old"]), ""))
+    outputs.put((7, 0, pickle.dumps(["new"]), ""))
+    pool = {"input": queue.Queue(), "output": outputs, "processes": [None]}
+    assert pools.compute(pool | {"lock": threading.Lock()}, ["text"], None, {}) == ["new"]
+
+
+def test_a_pool_refuses_what_it_cannot_send(dense: packhorse.SentenceTransformer) -> None:
+    pool = {"processes": [None]}
+    with pytest.raises(InputError, match="a pool cannot send"):
+        dense.encode(["the horse"], pool=pool, processing_kwargs={"text": lambda: 0})
+
+
+def test_pairs_are_cut_to_the_length_of_a_call(both: dict[str, tuple[Any, Any]]) -> None:
+    ours, theirs = both["SentenceTransformer"]
+    pairs = [(TEXTS[0] * 3, TEXTS[1] * 3)]
+    short = {"processing_kwargs": {"text": {"max_length": 8}}}
+    assert far(ours.encode(pairs, **short), theirs.encode(pairs, **short)) <= CLOSE
+    assert far(ours.encode(pairs, **short), ours.encode(pairs)) > CLOSE
 
 
 def test_upload(dense: packhorse.SentenceTransformer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,14 @@ from collections.abc import Iterator
 from importlib.util import decode_source
 
 from packhorse_port.patch import (
+    ATOMS,
     MARK,
     CallArguments,
     PatchedScript,
     SourceText,
     leading_imports,
+    needs_brackets,
+    separate_expressions,
     statement_parts,
 )
 from packhorse_port.syntax import NameOrigins, Untranslatable, assignments, dotted
@@ -210,8 +213,10 @@ class IpuScriptPatcher:
         self.system: tuple[int, int | None] | None = None  # (line, IPUs, if known) configured
         names = {name for name, path in self.origins.imported.items() if path == "tensorflow"}
         self.tf = min(names) if names else "tf"
+        self.separate = set(map(id, separate_expressions(tree)))
         self.configs = self.variables(CONFIGS)
         self.strategies = self.variables(STRATEGIES)
+        self.kept_strategies: set[str] = set()
         self.kept_strategies = set(self.used_otherwise())
 
     def variables(self, classes: tuple[str, ...]) -> set[str]:
@@ -229,11 +234,12 @@ class IpuScriptPatcher:
 
     def used_otherwise(self) -> Iterator[str]:
         """Strategies that are more than a scope and something to run in."""
-        simple = {
-            id(node.value)
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Attribute) and node.attr in ("scope", "run")
-        }
+        simple: set[int] = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.With) and all(map(self.is_scope, node.items)):
+                simple |= {id(part) for item in node.items for part in ast.walk(item)}
+            if isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Attribute):
+                simple |= {id(node.func.value)} if node.func.attr == "run" else set()
         for node in ast.walk(self.tree):
             is_read = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
             if is_read and dotted(node) in self.strategies and id(node) not in simple:
@@ -462,7 +468,9 @@ class IpuScriptPatcher:
         if isinstance(node, ast.Attribute | ast.Name) and (name := self.name(node)):
             if name in FUNCTIONS:
                 self.needs_tensorflow = True
-                self.text.replace_node(node, FUNCTIONS[name].format(tf=self.tf))
+                text = FUNCTIONS[name].format(tf=self.tf)
+                is_whole = id(node) in self.separate or not text.startswith("lambda")
+                self.text.replace_node(node, text if is_whole else f"({text})")
                 return []
             if name in KERAS:
                 if isinstance(node, ast.Attribute):  # a name was imported from Keras
@@ -491,9 +499,13 @@ class IpuScriptPatcher:
             self.text.replace_node(node, CONSTANTS[name])
             return []
         if name in IDENTITIES and node.args:
-            self.text.replace(self.text.begin(node), self.text.begin(node.args[0]), "")
-            self.text.replace(self.text.end(node.args[0]), self.text.end(node), "")
-            return [node.args[0]]
+            first = node.args[0]
+            opening, closing = (
+                "()" if needs_brackets(first, id(node) in self.separate) else ("", "")
+            )
+            self.text.replace(self.text.begin(node), self.text.begin(first), opening)
+            self.text.replace(self.text.end(first), self.text.end(node), closing)
+            return [first]
         if name in OPERATIONS:
             return self.operation(node, name)
         if name in KERAS:
@@ -507,19 +519,30 @@ class IpuScriptPatcher:
         words = {word.arg: word.value for word in node.keywords}
         args = words.get("args") or (node.args[1] if len(node.args) > 1 else None)
         kwargs = words.get("kwargs") or (node.args[2] if len(node.args) > 2 else None)
-        inside = []
+        function = node.args[0]
+        pieces: list[tuple[str, ast.expr]] = [("", function)]
         if isinstance(args, ast.List | ast.Tuple):
-            inside += [self.source(element) for element in args.elts]
+            pieces += [("", element) for element in args.elts]
         elif args is not None:
-            inside.append(f"*{self.source(args)}")
+            pieces.append(("*", args))
         if kwargs is not None:
-            inside.append(f"**{self.source(kwargs)}")
-        text = f"{self.source(node.args[0])}({', '.join(inside)})"
-        self.text.replace_node(node, text)
-        return []
-
-    def source(self, node: ast.expr) -> str:
-        return self.text.source[self.text.begin(node) : self.text.end(node)].decode()
+            pieces.append(("**", kwargs))
+        if (
+            kwargs is not None
+            and args is not None
+            and self.text.begin(kwargs) < self.text.end(args)
+        ):
+            raise Untranslatable("strategy.run: write args= before kwargs=")
+        is_atom = isinstance(function, ATOMS)
+        between = "" if is_atom else "("
+        end = self.text.begin(node)
+        for number, (stars, piece) in enumerate(pieces):
+            self.text.replace(end, self.text.begin(piece), between + stars)
+            between = ", " if number else "(" if is_atom else ")("
+            end = self.text.end(piece)
+        closing = ")" if len(pieces) > 1 else f"{between})"
+        self.text.replace(end, self.text.end(node), closing)
+        return [piece for _, piece in pieces]
 
     def function(self, node: ast.Call) -> list[ast.AST]:
         """`tf.function` without XLA, which compiles no iterators."""
@@ -567,12 +590,13 @@ class IpuScriptPatcher:
             start = text.line_starts[line - 1]
             text.replace(start, start + columns, "")
         for above, like, line_text in self.inserted:
-            columns = _indentation(text.lines[like - 1]) - self.dedents.get(like, 0)
-            text.insert(text.line_starts[above - 1], f"{' ' * columns}{line_text}\n")
+            line = text.lines[like - 1]
+            columns = max(0, _indentation(line) - self.dedents.get(like, 0))
+            text.insert(text.line_starts[above - 1], f"{line[:columns].decode()}{line_text}\n")
 
 
 def _indentation(line: bytes) -> int:
-    return len(line) - len(line.lstrip(b" "))
+    return len(line) - len(line.lstrip(b" \t"))
 
 
 def _advice(name: str) -> str:

@@ -183,6 +183,12 @@ def _fetch(repository: str, revision: str | None, patterns: list[str], **downloa
     name = f"{repository}@{revision}" if revision else repository
     command = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
     reach = "HF_HUB_OFFLINE is set" if offline else f"{hub} cannot be reached"
+    if download.get("local_files_only"):
+        reach = "local_files_only is set"
+    cache = constants.HF_HUB_CACHE
+    if own_cache := download.get("cache_dir"):
+        cache = own_cache
+        command += f" --cache-dir {cache}"
     try:
         folder = Path(
             snapshot_download(  # pyright: ignore[reportUnknownArgumentType]
@@ -205,7 +211,7 @@ def _fetch(repository: str, revision: str | None, patterns: list[str], **downloa
         ) from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"{name} is no folder, not (or not whole) in the cache {constants.HF_HUB_CACHE}, and "
+            f"{name} is no folder, not (or not whole) in the cache {cache}, and "
             f"{reach}: run `{command}` where there is a network, or pass the model's folder"
         ) from error
     except HFValidationError as error:

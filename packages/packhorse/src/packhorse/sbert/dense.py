@@ -299,7 +299,7 @@ class SentenceTransformer(PackedModel):
             if not inputs:
                 return []
             with progress_bar(show_progress_bar) as progress:
-                vectors = torch.from_numpy(self._vectors(encoder, inputs, prompt, limit, progress))
+                vectors = torch.from_numpy(self._vectors(encoder, inputs, prompt, others, progress))
             vectors = vectors[:, :truncate_dim].to(self.device)
             return normalize(vectors, dim=1) if normalize_embeddings else vectors
         encodings = self._encodings(encoder, inputs, prompt, others)
@@ -333,7 +333,7 @@ class SentenceTransformer(PackedModel):
         encoder: Encoder,
         inputs: list[Any],
         prompt: str | None,
-        limit: int,
+        options: Mapping[str, Any],
         progress: tasks.Progress | None,
     ) -> np.ndarray:
         if all(isinstance(entry, str) for entry in inputs):
@@ -341,10 +341,11 @@ class SentenceTransformer(PackedModel):
             if prompt:
                 encoder = replace(encoder, prompts={CHOSEN: prompt})
                 name = CHOSEN
+            limit = self._limit(encoder, options)
             return encoder.embed(
                 inputs, prompt=name, max_length=limit, long="truncate", progress=progress
             )
-        encodings = self._encodings(encoder, inputs, prompt, {})
+        encodings = self._encodings(encoder, inputs, prompt, options)
         return np.stack(
             [vector for (vector,) in encoder.run(encodings, "embed", progress=progress)]
         )

@@ -477,8 +477,8 @@ def as_list(inputs: Any) -> list[Any]:
     """Return inputs of any kind of list as a list."""
     if isinstance(inputs, np.ndarray):
         return inputs.tolist()
-    if isinstance(inputs, Mapping) or not isinstance(inputs, Iterable):
-        raise InputError(f"texts are expected, not {inputs!r:.80}")
+    if isinstance(inputs, str | Mapping) or not isinstance(inputs, Iterable):
+        raise InputError(f"a list is expected, not {inputs!r:.80}")
     return list(cast("Iterable[Any]", inputs))
 
 

@@ -2,7 +2,8 @@
 
 The processes are started anew (spawn), because CUDA and the threads of torch do not survive a fork.
 Each opens the model from its folder. Those on a CPU get an equal part of its cores. A chunk goes to
-whoever is free, and results are put together in the order of the inputs.
+whoever is free, and results are put together in the order of the inputs. Both are pickled here and
+not by the queues: these report no failure, and pass each tensor as an open file.
 """
 
 # multiprocessing types its queues as of Any.
@@ -12,8 +13,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import queue
+import threading
 from collections.abc import Sequence
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +28,8 @@ from packhorse.errors import InputError, PackhorseError
 CHUNKS_PER_PROCESS = 10
 LARGEST_CHUNK = 5000  # inputs
 POLL_SECONDS = 1.0
+
+_calls = count()  # each call has a number, so that answers to an interrupted one are recognized
 
 
 class PooledModel(Protocol):
@@ -57,7 +63,8 @@ def start(model: PooledModel, devices: Sequence[str | torch.device] | None) -> d
         )
         worker.start()
         processes.append(worker)
-    return {"input": inputs, "output": outputs, "processes": processes}
+    lock = threading.Lock()  # one call at a time
+    return {"input": inputs, "output": outputs, "processes": processes, "lock": lock}
 
 
 def stop(pool: dict[str, Any]) -> None:
@@ -77,28 +84,40 @@ def compute(
 ) -> Any:
     """Return the results of all inputs: one tensor, or a list."""
     if chunk_size is None:
-        parts = len(pool["processes"]) * CHUNKS_PER_PROCESS
-        chunk_size = max(1, min(-(-len(inputs) // parts), LARGEST_CHUNK))
+        chunks_wanted = len(pool["processes"]) * CHUNKS_PER_PROCESS
+        chunk_size = max(1, min(-(-len(inputs) // chunks_wanted), LARGEST_CHUNK))
     options = options | {"show_progress_bar": False}
     begins = range(0, len(inputs), chunk_size)
-    for number, begin in enumerate(begins):
-        pool["input"].put((number, inputs[begin : begin + chunk_size], options))
-    results: dict[int, Any] = {}
-    errors: list[str] = []
-    for _ in begins:
-        number, result, error = _next(pool)
-        results[number] = result
-        if error:
-            errors.append(error)
+    try:
+        chosen = pickle.dumps(options)
+        parts = [pickle.dumps(inputs[begin : begin + chunk_size]) for begin in begins]
+    except Exception as error:  # whatever an object's own pickling raises
+        raise InputError(f"a pool cannot send this to its processes: {error}") from error
+    with pool["lock"]:
+        answers = _answers(pool, parts, chosen)
+    errors = [error for _, error in answers if error]
     if errors:
         raise PoolError(f"a process of the pool failed: {errors[0]}")
-    chunks = [results[number] for number in range(len(begins))]
+    chunks = [pickle.loads(result) for result, _ in answers]  # of our own processes
     if isinstance(chunks[0], Tensor):
         return torch.cat(chunks)
     return [result for chunk in chunks for result in chunk]
 
 
-def _next(pool: dict[str, Any]) -> tuple[int, Any, str]:
+def _answers(pool: dict[str, Any], parts: list[bytes], options: bytes) -> list[tuple[bytes, str]]:
+    """Return a pickled result, or an error, for each part."""
+    call = next(_calls)
+    for number, part in enumerate(parts):
+        pool["input"].put((call, number, part, options))
+    answers: dict[int, tuple[bytes, str]] = {}
+    while len(answers) < len(parts):
+        answered, number, result, error = _next(pool)
+        if answered == call:
+            answers[number] = result, error
+    return [answers[number] for number in range(len(parts))]
+
+
+def _next(pool: dict[str, Any]) -> tuple[int, int, bytes, str]:
     while True:
         try:
             return pool["output"].get(timeout=POLL_SECONDS)
@@ -115,14 +134,15 @@ def _work(model: PooledModel, device: str, threads: int, inputs: Any, outputs: A
     if threads and device.startswith("cpu"):
         torch.set_num_threads(threads)
     while True:
-        number, chunk, options = inputs.get()
+        call, number, chunk, options = inputs.get()
         try:
             model.to(device)
-            result = _on_cpu(model._inference(chunk, **options))  # pyright: ignore[reportPrivateUsage]
+            result = model._inference(pickle.loads(chunk), **pickle.loads(options))  # pyright: ignore[reportPrivateUsage]
+            pickled = pickle.dumps(_on_cpu(result))
         except Exception as error:  # whatever it is, the caller waits for an answer
-            outputs.put((number, None, f"{type(error).__name__}: {error}"))
+            outputs.put((call, number, b"", f"{type(error).__name__}: {error}"))
         else:
-            outputs.put((number, result, ""))
+            outputs.put((call, number, pickled, ""))
 
 
 def _on_cpu(result: Any) -> Any:
