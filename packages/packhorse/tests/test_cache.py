@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from packhorse import cache
 from packhorse.cache import cache_folder, keep_compiled_code_private, private_folder
 from packhorse.errors import InputError
+from packhorse.executable import cpp_compiler
+from packhorse.processor import features
 
 pytestmark = pytest.mark.skipif(not cache.CHECKS, reason="permissions are of another kind here")
 
@@ -131,6 +136,40 @@ def test_torch_and_triton_compile_into_private_folders(
 ) -> None:
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "/tmp/shared")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NO AVX")
     keep_compiled_code_private()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(root / "inductor")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(root / "inductor-no-avx")
     assert os.environ["TRITON_CACHE_DIR"] == str(root / "triton")
+
+
+COMPILED = """
+import torch
+from packhorse import executable, processor
+processor.limit()
+
+class Layer(torch.nn.Linear):
+    def forward(self, x):
+        y = torch.nn.functional.gelu(super().forward(x))
+        return torch.nn.functional.layer_norm(y + x, (48,))
+
+layer = Layer(48, 48)
+x = torch.linspace(-3, 3, 96 * 48).view(96, 48)
+with torch.inference_mode():
+    expected = layer(x)
+    executable.compile([layer])
+    torch.testing.assert_close(layer(x), expected, atol=1e-5, rtol=1e-5)
+"""
+
+
+@pytest.mark.slow  # the compiler is imported and called three times
+def test_processors_that_share_a_cache_compute_the_same(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not features().avx512 or not cpp_compiler():
+        pytest.skip("needs vectors of two widths, and a C++ compiler")
+    monkeypatch.setenv("PACKHORSE_CACHE", str(root))
+    for level in ("", "avx2", ""):
+        monkeypatch.setenv("PACKHORSE_CPU", level)
+        subprocess.run([sys.executable, "-c", COMPILED], check=True)
+    widths = {folder.name for folder in root.glob("inductor-*")}
+    assert widths == {"inductor-avx2", "inductor-avx512"}

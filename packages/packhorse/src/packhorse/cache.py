@@ -67,8 +67,15 @@ def private_folder(name: str) -> Path:
 
 
 def keep_compiled_code_private() -> None:
-    """Make torch.compile and Triton store compiled code in the user's private folders."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder("inductor"))
+    """Make torch.compile and Triton store compiled code in the user's private folders.
+
+    Loops that torch.compile has written for one width of vectors are wrong with another, and its
+    keys do not tell the width: machines that share a home, and PACKHORSE_CPU, need folders apart.
+    """
+    import torch
+
+    vectors = torch.backends.cpu.get_cpu_capability().replace(" ", "-").lower()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder(f"inductor-{vectors}"))
     os.environ["TRITON_CACHE_DIR"] = str(private_folder("triton"))
 
 
