@@ -8,8 +8,8 @@ computed per token in one order: results are equal bit by bit in every batch.
 
 Hidden states, sums, norms and heads stay fp32, attention is bf16 where the processor multiplies it.
 The C has code for AVX-512 VNNI and for AVX2. Other processors, and systems without the C, compute
-the same in fp32 steps: inputs are rounded to the same 256 steps and multiplied with the same rounded
-weights. That gives equal results up to rounding, at the speed of fp32.
+the same in fp32 steps: inputs are rounded to the same 256 steps and multiplied with the same
+rounded weights. That gives equal results up to rounding, at the speed of fp32.
 
 Shapes: T tokens, E hidden width, K inputs and N outputs of a layer.
 """
