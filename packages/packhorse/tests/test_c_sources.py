@@ -31,6 +31,7 @@ from packhorse.attention.native import Native
 from packhorse.attention.reference import Reference
 from packhorse.c_sources import C_SOURCES, PACKAGE, VARIANTS, library_name, wheel_libraries
 from packhorse.model import freeze as freezing
+from packhorse.model import int8
 from packhorse.model.bert import AddNorm
 from packhorse.model.freeze import FrozenAddNorm, PackedLinear
 from packhorse.native import Obstacle
@@ -55,6 +56,8 @@ CACHED = (
     freezing._has_fused_add_norm,
     freezing._products,
     freezing._has_products,
+    int8.is_native,
+    int8._functions,
     wordpiece._functions,
 )
 LENGTHS = (5, 130, 1, 33, 257, 16)
@@ -105,7 +108,7 @@ def held_to(level: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     names = [CPU_LEVELS[name].adds for name in levels[: levels.index(level) + 1]]
     features = Features(**{name: True for name in names}, march=CPU_LEVELS[level].march)
     with monkeypatch.context() as patch:
-        for module in (native, attending, sys.modules["packhorse.processor"]):
+        for module in (native, attending, int8, sys.modules["packhorse.processor"]):
             patch.setattr(module, "features", lambda: features)
         clear()
         yield
@@ -183,6 +186,20 @@ def library() -> Library:
     return made
 
 
+def check_int8() -> None:
+    """The integer sums of a layer are the same on every processor; the rest is rounding."""
+    linear = torch.nn.Linear(131, 70)
+    for x in (torch.randn(50, 131), torch.randn(50, 131).bfloat16()):
+        layer = int8.Int8Linear(linear, "gelu")
+        assert layer.native
+        with torch.inference_mode():
+            weight, tokens = int8.quantize_weight(linear.weight), int8.quantize_tokens(x)
+            expected = tokens.dequantize().double() @ weight.dequantize().double().T
+            expected = F.gelu(expected + linear.bias.double())
+            assert (layer(x) - expected).abs().max() < 1e-5
+            assert (F.gelu(linear(x.float())) - expected).abs().max() > 1e-3  # int8 is not fp32
+
+
 def check_tokenizer() -> None:
     expected = library().encode(TEXT, add_special_tokens=False).ids
     rules = AsciiWordPiece.of(library())
@@ -253,6 +270,7 @@ def test_every_variant_equals_the_reference(
             check_attention(dtype)
             check_add_norm(dtype)
         check_products()
+        check_int8()
         check_tokenizer()
         chosen = {source.purpose: loaded_variant(source) for source in C_SOURCES}
     names = list(CPU_LEVELS)

@@ -9,6 +9,7 @@ taken for it. This module needs neither torch nor numpy, because the build has n
 from __future__ import annotations
 
 import platform
+import re
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -85,17 +86,24 @@ C_SOURCES = (
         ("BF16=1", "BLOCK=64"),
         ("bf16", "avx512", "avx2", "neon"),
     ),
-    CSource("int8", "model/int8.c", (), ("vnni",)),
+    CSource("int8", "model/int8.c", (), ("vnni", "avx2")),
     CSource("linear layers fp32", "model/product.c", (), ("avx512", "avx2")),
     CSource("tokenizer", "tokens/wordpiece.c", (), ("avx2", "neon")),
 )
+
+
+def contents(source: Path) -> bytes:
+    """What a library is compiled from: a source, and the headers beside it that it includes."""
+    text = source.read_bytes()
+    headers = re.findall(r'^#include "(.+)"', text.decode(), re.MULTILINE)
+    return b"".join([text, *[contents(source.parent / header) for header in headers]])
 
 
 def library_name(
     source: Path, defines: tuple[str, ...], variant: str, flags: tuple[str, ...] = FLAGS
 ) -> str:
     """The file name of a compiled variant in a wheel."""
-    depends_on = repr((source.read_bytes(), defines, flags, VARIANTS[variant].flags))
+    depends_on = repr((contents(source), defines, flags, VARIANTS[variant].flags))
     return f"{source.stem}-{variant}-{sha256(depends_on.encode()).hexdigest()[:16]}.so"
 
 

@@ -36,6 +36,7 @@ from packhorse.c_sources import (
     WHEEL_FOLDER,
     CSource,
     compile_command,
+    contents,
     library_name,
 )
 from packhorse.cache import is_private_file, private_folder
@@ -174,7 +175,7 @@ def _compiled_library(source: Path, defines: tuple[str, ...]) -> Path:
     compiler = _compiler()
     march = (f"-march={features().march}",)
     version = _run([*compiler, "--version"])
-    depends_on = repr((source.read_bytes(), compiler, version, march, FLAGS, defines, _cpu()))
+    depends_on = repr((contents(source), compiler, version, march, FLAGS, defines, _cpu()))
     try:
         folder = private_folder("native")
         target = folder / f"{source.stem}-{sha256(depends_on.encode()).hexdigest()[:32]}.so"

@@ -29,7 +29,7 @@ from packhorse.runtime.proof import SyntheticSequence
 
 pytestmark = pytest.mark.machine
 needs_native = pytest.mark.skipif(
-    not int8.is_native(), reason="no AVX-512 VNNI, or int8.c cannot be compiled here"
+    not int8.is_native(), reason="no AVX2, or int8.c cannot be compiled here"
 )
 # Inputs and outputs: 61 and 127 inputs take all bytes of a vector, but not all of its numbers.
 WIDTHS = ((1, 1), (3, 7), (16, 64), (37, 70), (384, 65), (130, 384), (61, 5), (127, 9))
@@ -39,12 +39,12 @@ CLOSE = 3e-6  # of the largest result: what rounding in fp32 leaves
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A processor without int8 products, afterwards this one."""
-    monkeypatch.setattr(int8, "features", lambda: Features(avx2=True))
+    monkeypatch.setattr(int8, "features", lambda: Features())
     int8.is_native.cache_clear()
-    int8._function.cache_clear()
+    int8._functions.cache_clear()
     yield
     int8.is_native.cache_clear()
-    int8._function.cache_clear()
+    int8._functions.cache_clear()
 
 
 def reference(linear: torch.nn.Linear, x: Tensor, activation: str | None = None) -> Tensor:
@@ -194,7 +194,7 @@ def test_a_fused_layer_is_its_parts(activation: str, plain: None, rng, request) 
     with torch.inference_mode():
         expected = replaced_one_by_one(bert)(packed)
         exact = bert(packed)
-        for function in (int8.is_native, int8._function):
+        for function in (int8.is_native, int8._functions):
             function.cache_clear()
         request.getfixturevalue("monkeypatch").undo()
         freeze_int8(bert.layers)
@@ -245,7 +245,7 @@ def test_layers_that_cannot_be_fused_have_their_products_replaced(rng) -> None:
 def test_without_a_compiler_it_computes_in_fp32_steps_and_says_so(
     compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: None
 ) -> None:
-    monkeypatch.setattr(int8, "features", lambda: Features(avx2=True, vnni=True))
+    monkeypatch.setattr(int8, "features", lambda: Features(avx2=True))
     monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(native, "WHEEL_FOLDER", tmp_path / "no-wheel")
     monkeypatch.setenv("CC", compiler)

@@ -7,32 +7,37 @@
  * result for a token is the same bit by bit whatever else is in the batch.
  *
  * A thread takes a block of tokens through all steps; what is between them stays in its second-level
- * cache. VPDPBUSD multiplies four unsigned by four signed bytes and adds them to an int32 without
- * saturation. Weights lie as it reads them: [panel of 64 channels][4 inputs][channel][input].
+ * cache. With AVX-512 VNNI, VPDPBUSD multiplies four unsigned by four signed bytes and adds them to
+ * an int32 without saturation. With AVX2, VPMADDWD does so with two pairs of 16 bits, to which
+ * weights are widened as they are read and activations when they are rounded: VPMADDUBSW would take
+ * bytes, but saturates, so its results would be those of 7 bits. Weights lie as they are read:
+ * [panel][inputs / GROUP][channel of PANEL][input of GROUP].
  */
 
-#include <immintrin.h>
 #include <math.h>
 #include <stdatomic.h>
-#include <stdint.h>
-#include <string.h>
 
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 #define LANES 16
-#define VECTORS 4              /* of a panel */
+#define VECTORS 4 /* of a panel */
+#define GROUP 4   /* inputs that an instruction adds up */
+typedef unsigned char number; /* a rounded activation */
+#else
+#define LANES 8
+#define VECTORS 2
+#define GROUP 2
+typedef short number;
+#endif
 #define PANEL (LANES * VECTORS)
-#define ROWS 6                 /* tokens of a tile: 24 sums, 4 weights and a broadcast in registers */
-
-#define INLINE static inline __attribute__((always_inline))
-#define APART static __attribute__((noinline))
-#define UNROLL _Pragma("GCC unroll 8")
+#define ROWS 6 /* tokens of a tile: ROWS × VECTORS sums, VECTORS weights and a broadcast in registers */
 #define EACH_ROW UNROLL for (int r = 0; r < rows; r++)
 #define EACH_VECTOR UNROLL for (int v = 0; v < VECTORS; v++)
 
-enum { NONE, GELU, GELU_TANH, RELU };
+#include "vectors.h"
 
-/* Mirrored by int8.py. Channels from `outputs` to a multiple of PANEL have zeros. */
+/* Mirrored by int8.py. Arrays have zeros for channels from `outputs` to a multiple of 64. */
 typedef struct {
-    const int8_t *weight; /* [panels][inputs / 4, rounded up][PANEL][4] */
+    const int8_t *weight; /* as packhorse_int8_pack writes it */
     const float *scale, *bias;
     const int32_t *sums; /* of the weights of a channel */
     long inputs, outputs;
@@ -46,46 +51,20 @@ typedef struct {
 
 /* Activations of a block of tokens */
 typedef struct {
-    uint8_t *q; /* [tokens, step] */
+    number *q; /* [tokens, step] */
     float *scale;
     int32_t *zero;
     long step;
 } Quantized;
 
-/* A row of numbers, fp32 or bf16 */
+/* Rows of numbers, fp32 or bf16 */
 typedef struct {
     void *at;
     long width;
     int bf16;
 } Rows;
 
-INLINE long least(long a, long b) { return a < b ? a : b; }
-INLINE __mmask16 lanes(long n) { return n >= LANES ? 0xffff : (__mmask16)((1u << n) - 1); }
-
-INLINE __m512 read(const Rows *rows, long row, long column, __mmask16 mask) {
-    const long i = row * rows->width + column;
-    if (!rows->bf16) return _mm512_maskz_loadu_ps(mask, (const float *)rows->at + i);
-    __m256i x = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)rows->at + i);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
-
-INLINE void write(const Rows *rows, long row, long column, __mmask16 mask, __m512 x) {
-    const long i = row * rows->width + column;
-    if (!rows->bf16) {
-        _mm512_mask_storeu_ps((float *)rows->at + i, mask, x);
-        return;
-    }
-    /* to nearest, ties to even; the carry must not turn a NaN into infinity or zero */
-    __m512i bits = _mm512_castps_si512(x);
-    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    bits = _mm512_mask_mov_epi32(bits, nan, _mm512_set1_epi32(0x7fc00000));
-    __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
-    _mm256_mask_storeu_epi16((uint16_t *)rows->at + i, mask, halves);
-}
-
-/* ---- quantization ---- */
+INLINE long padded(long inputs) { return (inputs + 3) / 4 * 4; }
 
 /* Rows are read in blocks of four vectors, because a chain of sums or minima through one register
  * would wait for itself. `left` is a constant in all blocks but the last, which needs masks. */
@@ -104,38 +83,151 @@ INLINE void write(const Rows *rows, long row, long column, __mmask16 mask, __m51
         }                                                                                          \
     } while (0)
 
-INLINE __mmask16 lanes_of(long left, int j) { return left > j * LANES ? lanes(left - j * LANES) : 0; }
+/* ---- what differs between AVX-512 and AVX2; `n` numbers are left in the row ---- */
+
+#if LANES == 16
+
+INLINE __mmask16 lanes(long n) { return n >= LANES ? 0xffff : n > 0 ? (__mmask16)((1u << n) - 1) : 0; }
+INLINE vec load_some(const float *from, long n) { return (vec)_mm512_maskz_loadu_ps(lanes(n), from); }
+INLINE void store_some(float *to, long n, vec x) { _mm512_mask_storeu_ps(to, lanes(n), (__m512)x); }
+INLINE ivec load_halves(const uint16_t *from, long n) {
+    return (ivec)_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes(n), from));
+}
+INLINE void store_halves(uint16_t *to, long n, ivec x) {
+    _mm256_mask_storeu_epi16(to, lanes(n), _mm512_cvtepi32_epi16((__m512i)x));
+}
+INLINE vec some(vec x, long n) { return (vec)_mm512_maskz_mov_ps(lanes(n), (__m512)x); }
+INLINE ivec nearest(vec x) { return (ivec)_mm512_cvtps_epi32((__m512)x); }
+INLINE vec least_of(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
+
+/* A block of integers as numbers; `room`: how many may be written. */
+INLINE void store_numbers(number *to, const ivec *n, long room) {
+    /* Packing works within quarters of a register, so quarters end up in this order. */
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    __m512i bytes = _mm512_packus_epi16(_mm512_packs_epi32((__m512i)n[0], (__m512i)n[1]),
+                                        _mm512_packs_epi32((__m512i)n[2], (__m512i)n[3]));
+    bytes = _mm512_permutexvar_epi32(order, bytes);
+    if (room >= BLOCK) _mm512_storeu_si512(to, bytes);
+    else _mm512_mask_storeu_epi8(to, ~0ull >> (BLOCK - room), bytes);
+}
+
+INLINE ivec load_weights(const int8_t *from) { return (ivec)_mm512_loadu_si512(from); }
+INLINE ivec multiply_add(ivec sum, ivec x, ivec w) {
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w);
+}
+
+#else
+
+INLINE __m256i lanes(long n) {
+    const ivec index = {0, 1, 2, 3, 4, 5, 6, 7};
+    return (__m256i)(index < (int32_t)(n < LANES ? n : LANES));
+}
+INLINE vec load_some(const float *from, long n) {
+    return n >= LANES ? load(from) : (vec)_mm256_maskload_ps(from, lanes(n));
+}
+INLINE void store_some(float *to, long n, vec x) {
+    if (n >= LANES) store(to, x);
+    else _mm256_maskstore_ps(to, lanes(n), (__m256)x);
+}
+INLINE ivec load_halves(const uint16_t *from, long n) {
+    uint16_t halves[LANES] = {0};
+    if (n > 0) memcpy(halves, from, 2 * least(n, LANES));
+    return (ivec)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)halves));
+}
+INLINE void store_halves(uint16_t *to, long n, ivec x) {
+    uint16_t halves[LANES];
+    __m256i packed = _mm256_packus_epi32((__m256i)x, (__m256i)x); /* of both halves, twice each */
+    packed = _mm256_permute4x64_epi64(packed, 0x08);
+    _mm_storeu_si128((__m128i *)halves, _mm256_castsi256_si128(packed));
+    if (n > 0) memcpy(to, halves, 2 * least(n, LANES));
+}
+INLINE vec some(vec x, long n) {
+    return n >= LANES ? x : (vec)_mm256_and_ps((__m256)x, (__m256)lanes(n));
+}
+INLINE ivec nearest(vec x) { return (ivec)_mm256_cvtps_epi32((__m256)x); }
+INLINE vec least_of(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
+
+INLINE void store_numbers(number *to, const ivec *n, long room) {
+    __m256i halves[2];
+    for (int i = 0; i < 2; i++) {
+        halves[i] = _mm256_packus_epi32((__m256i)n[2 * i], (__m256i)n[2 * i + 1]);
+        halves[i] = _mm256_permute4x64_epi64(halves[i], 0xd8); /* it packs halves of a register */
+        halves[i] = _mm256_min_epu16(halves[i], _mm256_set1_epi16(255));
+    }
+    memcpy(to, halves, sizeof(number) * least(room, BLOCK));
+}
+
+INLINE ivec load_weights(const int8_t *from) {
+    return (ivec)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
+}
+INLINE ivec multiply_add(ivec sum, ivec x, ivec w) {
+    return sum + (ivec)_mm256_madd_epi16((__m256i)x, (__m256i)w);
+}
+
+#endif
+
+INLINE ivec larger_integer(ivec a, ivec b) {
+    ivec first = a > b;
+    return (first & a) | (~first & b);
+}
+
+/* Of the lanes of a vector, in halves, quarters and so on */
+#define REDUCE(name, type, result, combine)                                                        \
+    INLINE result name(type x) {                                                                   \
+        result lane[LANES];                                                                        \
+        memcpy(lane, &x, sizeof x);                                                                \
+        UNROLL for (int n = LANES / 2; n; n /= 2)                                                  \
+            UNROLL for (int i = 0; i < n; i++) lane[i] = combine(lane[i], lane[i + n]);            \
+        return lane[0];                                                                            \
+    }
+#define LARGER(a, b) ((a) > (b) ? (a) : (b))
+#define LESSER(a, b) ((a) < (b) ? (a) : (b))
+#define PLUS(a, b) ((a) + (b))
+REDUCE(highest, vec, float, LARGER)
+REDUCE(lowest, vec, float, LESSER)
+REDUCE(highest_integer, ivec, int32_t, LARGER)
+REDUCE(sum_of, vec, float, PLUS)
+
+INLINE vec read(const Rows *rows, long row, long column, long n) {
+    const long i = row * rows->width + column;
+    if (!rows->bf16) return load_some((const float *)rows->at + i, n);
+    return (vec)(load_halves((const uint16_t *)rows->at + i, n) << 16);
+}
+
+INLINE void write(const Rows *rows, long row, long column, long n, vec x) {
+    const long i = row * rows->width + column;
+    if (!rows->bf16) {
+        store_some((float *)rows->at + i, n, x);
+        return;
+    }
+    /* to nearest, ties to even; the carry must not turn a NaN into infinity or zero */
+    typedef uint32_t bits_of __attribute__((vector_size(4 * LANES)));
+    bits_of bits = (bits_of)x, nan = (bits_of)(x != x);
+    bits = (bits + (bits >> 16 & 1) + 0x7fff) >> 16;
+    store_halves((uint16_t *)rows->at + i, n, (ivec)((nan & 0x7fc0) | (~nan & bits)));
+}
+
+/* ---- quantization ---- */
 
 typedef struct {
-    __m512 low[4], high[4];
-    __m512i size[4]; /* the largest magnitude, as an integer, which sees NaN and infinity */
+    vec low[4], high[4];
+    ivec size[4]; /* the largest magnitude, as an integer, which sees NaN and infinity */
 } Range;
 
 INLINE void widen(Range *range, const Rows *from, long row, long i, long left) {
     EACH_IN_BLOCK {
-        __m512 x = read(from, row, i + j * LANES, lanes_of(left, j));
-        __m512i size = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
-        range->low[j] = _mm512_min_ps(range->low[j], x);
-        range->high[j] = _mm512_max_ps(range->high[j], x);
-        range->size[j] = _mm512_max_epu32(range->size[j], size);
+        vec x = read(from, row, i + j * LANES, left - j * LANES);
+        range->low[j] = least_of(range->low[j], x);
+        range->high[j] = larger(range->high[j], x);
+        range->size[j] = larger_integer(range->size[j], (ivec)x & 0x7fffffff);
     }
 }
 
 INLINE void round_block(const Rows *from, long row, long i, long left, float steps, int32_t zero,
-                        uint8_t *q, long room) {
-    /* Packing works within quarters of a register, so quarters end up in this order. */
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    __m512i n[4];
-    EACH_IN_BLOCK {
-        __m512 x = read(from, row, i + j * LANES, lanes_of(left, j));
-        x = _mm512_mul_ps(x, _mm512_set1_ps(steps));
-        n[j] = _mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(zero));
-    }
-    __m512i bytes = _mm512_packus_epi16(_mm512_packs_epi32(n[0], n[1]),
-                                        _mm512_packs_epi32(n[2], n[3]));
-    bytes = _mm512_permutexvar_epi32(order, bytes);
-    if (left == BLOCK) _mm512_storeu_si512(q + i, bytes);
-    else _mm512_mask_storeu_epi8(q + i, ~0ull >> (BLOCK - room), bytes); /* room: 1 … 64 */
+                        number *q, long room) {
+    ivec n[4];
+    EACH_IN_BLOCK n[j] = nearest(read(from, row, i + j * LANES, left - j * LANES) * steps) + zero;
+    store_numbers(q + i, n, left == BLOCK ? BLOCK : room);
 }
 
 INLINE void quantize_rows(const Rows *from, long first, long count, const Quantized *to) {
@@ -143,19 +235,19 @@ INLINE void quantize_rows(const Rows *from, long first, long count, const Quanti
     for (long row = 0; row < count; row++) {
         Range range = {0};
         EACH_BLOCK(width, i, left, widen(&range, from, first + row, i, left));
-        __m512 low = _mm512_min_ps(range.low[0], range.low[1]);
-        __m512 high = _mm512_max_ps(range.high[0], range.high[1]);
-        __m512i size = _mm512_max_epu32(range.size[0], range.size[1]);
-        low = _mm512_min_ps(low, _mm512_min_ps(range.low[2], range.low[3]));
-        high = _mm512_max_ps(high, _mm512_max_ps(range.high[2], range.high[3]));
-        size = _mm512_max_epu32(size, _mm512_max_epu32(range.size[2], range.size[3]));
-        const float bottom = _mm512_reduce_min_ps(low);
-        const float scale = (_mm512_reduce_max_ps(high) - bottom) / 255;
+        for (int j = 1; j < 4; j++) {
+            range.low[0] = least_of(range.low[0], range.low[j]);
+            range.high[0] = larger(range.high[0], range.high[j]);
+            range.size[0] = larger_integer(range.size[0], range.size[j]);
+        }
+        const float bottom = lowest(range.low[0]);
+        const float scale = (highest(range.high[0]) - bottom) / 255;
         const float steps = scale > 1e-30f ? 1 / scale : 0;
-        const int32_t zero = (int32_t)rintf(-bottom * steps);
-        to->scale[row] = _mm512_reduce_max_epu32(size) < 0x7f800000 ? scale : NAN;
+        const int finite = highest_integer(range.size[0]) < 0x7f800000;
+        const int32_t zero = finite ? (int32_t)rintf(-bottom * steps) : 0;
+        to->scale[row] = finite ? scale : NAN;
         to->zero[row] = zero;
-        uint8_t *q = to->q + row * to->step;
+        number *q = to->q + row * to->step;
         EACH_BLOCK(width, i, left,
                    round_block(from, first + row, i, left, steps, zero, q, to->step - i));
     }
@@ -173,23 +265,23 @@ APART void quantize(const Rows *from, long first, long count, const Quantized *t
 /* ---- products ---- */
 
 /* Sums of a tile, in integers: `to` is [rows][PANEL]. */
-INLINE void tile(const uint8_t *x, long step, const int8_t *weight, int32_t *to, const int rows) {
-    __m512i sums[ROWS][VECTORS];
-    EACH_ROW EACH_VECTOR sums[r][v] = _mm512_setzero_si512();
-    for (long i = 0; i < step; i += 4, weight += 4 * PANEL) {
-        __m512i w[VECTORS];
-        EACH_VECTOR w[v] = _mm512_loadu_si512(weight + v * 64);
+INLINE void tile(const number *x, long step, const int8_t *weight, int32_t *to, const int rows) {
+    ivec sums[ROWS][VECTORS];
+    EACH_ROW EACH_VECTOR sums[r][v] = (ivec){0};
+    for (long i = 0; i < step; i += GROUP, weight += GROUP * PANEL) {
+        ivec w[VECTORS];
+        EACH_VECTOR w[v] = load_weights(weight + v * GROUP * LANES);
         EACH_ROW {
-            int32_t four;
-            memcpy(&four, x + r * step + i, 4);
-            __m512i all = _mm512_set1_epi32(four);
-            EACH_VECTOR sums[r][v] = _mm512_dpbusd_epi32(sums[r][v], all, w[v]);
+            int32_t word; /* GROUP numbers */
+            memcpy(&word, x + r * step + i, 4);
+            const ivec all = (ivec){0} + word;
+            EACH_VECTOR sums[r][v] = multiply_add(sums[r][v], all, w[v]);
         }
     }
-    EACH_ROW EACH_VECTOR _mm512_storeu_si512(to + r * PANEL + v * LANES, sums[r][v]);
+    EACH_ROW EACH_VECTOR memcpy(to + r * PANEL + v * LANES, &sums[r][v], sizeof(ivec));
 }
 
-APART void sum_tile(const uint8_t *x, long step, const int8_t *weight, int32_t *to, long rows) {
+APART void sum_tile(const number *x, long step, const int8_t *weight, int32_t *to, long rows) {
     switch (rows) {
     case 1: tile(x, step, weight, to, 1); return;
     case 2: tile(x, step, weight, to, 2); return;
@@ -200,65 +292,34 @@ APART void sum_tile(const uint8_t *x, long step, const int8_t *weight, int32_t *
     }
 }
 
-/* 2^x for x ≤ 0, to 7.5e-8 */
-INLINE __m512 power_of_two(__m512 x) {
-    const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    const float terms[] = {0.00898934425f, 0.0558263111f, 0.240153621f, 0.693153073f, 0.999999925f};
-    __m512 p = _mm512_set1_ps(0.00187757618f);
-    UNROLL for (int i = 0; i < 5; i++) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(terms[i]));
-    return _mm512_scalef_ps(p, x);
-}
-
-/* x · Φ(x); the tail of the normal distribution by Abramowitz and Stegun 7.1.26, to 1.5e-7 */
-INLINE __m512 gelu(__m512 x) {
-    const float terms[] = {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f};
-    __m512 size = _mm512_abs_ps(x), one = _mm512_set1_ps(1);
-    /* p / √2 */
-    __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(size, _mm512_set1_ps(0.23164190f), one));
-    __m512 p = _mm512_set1_ps(1.061405429f);
-    UNROLL for (int i = 0; i < 4; i++) p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(terms[i]));
-    /* exp(−x²/2) */
-    __m512 fall = power_of_two(_mm512_mul_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(-0.72134752f)));
-    __m512 tail = _mm512_mul_ps(_mm512_mul_ps(p, t), _mm512_mul_ps(fall, _mm512_set1_ps(0.5f)));
+/* x Φ(x) to 1.5e-7, by Abramowitz and Stegun 7.1.26, which is shorter than `gelu`: results are
+ * rounded to 256 steps. */
+INLINE vec short_gelu(vec x) {
+    const vec size = (vec)((ivec)x & 0x7fffffff);
+    const vec t = 1 / (1 + size * 0.23164190f); /* 0.3275911 / √2 */
+    vec p = t * 1.061405429f - 1.453152027f;
+    p = ((p * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f;
+    const vec tail = p * t * power_of_two(x * x * -0.72134752f) * 0.5f; /* exp(−x²/2) */
     /* x − x·tail above 0, x·tail below: both are max(x, 0) − |x|·tail */
-    return _mm512_fnmadd_ps(size, tail, _mm512_max_ps(_mm512_setzero_ps(), x));
-}
-
-/* x · (1 + tanh(√(2/π) (x + 0.044715 x³))) / 2 is x / (1 + exp(−2 …)) */
-INLINE __m512 gelu_tanh(__m512 x) {
-    __m512 size = _mm512_abs_ps(x), one = _mm512_set1_ps(1);
-    __m512 cubic = _mm512_fmadd_ps(_mm512_mul_ps(size, size), _mm512_set1_ps(0.044715f), one);
-    /* −2 √(2/π) log2 e */
-    __m512 fall = power_of_two(_mm512_mul_ps(_mm512_mul_ps(size, cubic), _mm512_set1_ps(-2.3022082f)));
-    __m512 tail = _mm512_div_ps(fall, _mm512_add_ps(fall, one));
-    return _mm512_fnmadd_ps(size, tail, _mm512_max_ps(_mm512_setzero_ps(), x));
-}
-
-INLINE __m512 activate(__m512 x, int activation) {
-    switch (activation) {
-    case GELU: return gelu(x);
-    case GELU_TANH: return gelu_tanh(x);
-    case RELU: return _mm512_max_ps(_mm512_setzero_ps(), x); /* the second of two if one is NaN */
-    default: return x;
-    }
+    return larger(splat(0), x) - size * tail;
 }
 
 INLINE void write_vectors(const Linear *linear, const Quantized *x, long row, long rows, long panel,
-                          const int32_t *sums, const Rows *out, long first, const int activation) {
+                          const int32_t *sums, const Rows *out, long first,
+                          const enum activation activation) {
     for (int v = 0; v < VECTORS; v++) {
-        const long column = panel * PANEL + v * LANES;
-        if (column >= linear->outputs) return;
-        const __mmask16 mask = lanes(linear->outputs - column);
-        const __m512i total = _mm512_loadu_si512(linear->sums + column);
-        const __m512 scale = _mm512_loadu_ps(linear->scale + column);
-        const __m512 bias = _mm512_loadu_ps(linear->bias + column);
+        const long column = panel * PANEL + v * LANES, n = linear->outputs - column;
+        if (n <= 0) return;
+        ivec total;
+        memcpy(&total, linear->sums + column, sizeof total);
+        const vec scale = load(linear->scale + column), bias = load(linear->bias + column);
         for (long r = 0; r < rows; r++) {
-            __m512i zero = _mm512_mullo_epi32(_mm512_set1_epi32(x->zero[row + r]), total);
-            __m512i sum = _mm512_loadu_si512(sums + r * PANEL + v * LANES);
-            __m512 y = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, zero));
-            y = _mm512_mul_ps(y, _mm512_set1_ps(x->scale[row + r]));
-            y = activate(_mm512_fmadd_ps(y, scale, bias), activation);
-            write(out, first + row + r, column, mask, y);
+            ivec sum;
+            memcpy(&sum, sums + r * PANEL + v * LANES, sizeof sum);
+            vec y = __builtin_convertvector(sum - total * x->zero[row + r], vec);
+            y = y * x->scale[row + r] * scale + bias;
+            y = activation == GELU ? short_gelu(y) : activate(y, activation);
+            write(out, first + row + r, column, n, y);
         }
     }
 }
@@ -287,43 +348,44 @@ static void multiply(const Linear *linear, const Quantized *x, long count, int a
         }
 }
 
+/* Reorder a weight [outputs, inputs] as `Linear.weight` needs it; `to` is zero beforehand, and has
+ * room for `outputs` rounded up to 64 and `inputs` to 4. */
+void packhorse_int8_pack(const int8_t *weight, int8_t *to, long inputs, long outputs) {
+    const long step = padded(inputs);
+    for (long n = 0; n < outputs; n++)
+        for (long k = 0; k < inputs; k++)
+            to[((n / PANEL * step + k / GROUP * GROUP) * PANEL) + n % PANEL * GROUP + k % GROUP] =
+                weight[n * inputs + k];
+}
+
 /* ---- LayerNorm of x + residual, two passes as in add_norm.c ---- */
 
-INLINE __m512 total(const __m512 *sums) {
-    __m512 sum = _mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3]));
-    return _mm512_set1_ps(_mm512_reduce_add_ps(sum));
-}
+INLINE float total(const vec *sums) { return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3])); }
 
-INLINE void add(float *x, const Rows *residual, long row, long i, long left, __m512 *sums) {
+INLINE void add(float *x, const Rows *residual, long row, long i, long left, vec *sums) {
     EACH_IN_BLOCK {
-        const __mmask16 mask = lanes_of(left, j);
-        float *at = x + i + j * LANES;
-        __m512 y = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, at),
-                                 read(residual, row, i + j * LANES, mask));
-        _mm512_mask_storeu_ps(at, mask, y);
-        sums[j] = _mm512_add_ps(sums[j], y);
+        const long column = i + j * LANES, n = left - j * LANES;
+        vec y = load_some(x + column, n) + read(residual, row, column, n);
+        store_some(x + column, n, y);
+        sums[j] += y;
     }
 }
 
-INLINE void deviate(const float *x, __m512 mean, long i, long left, __m512 *squares) {
+INLINE void deviate(const float *x, float mean, long i, long left, vec *squares) {
     EACH_IN_BLOCK {
-        const __mmask16 mask = lanes_of(left, j);
-        __m512 y = _mm512_maskz_loadu_ps(mask, x + i + j * LANES);
-        y = _mm512_maskz_sub_ps(mask, y, mean);
-        squares[j] = _mm512_fmadd_ps(y, y, squares[j]);
+        const long n = left - j * LANES;
+        vec y = some(load_some(x + i + j * LANES, n) - mean, n);
+        squares[j] += y * y;
     }
 }
 
-INLINE void scale_block(const Norm *norm, const float *x, __m512 mean, __m512 scale, const Rows *out,
+INLINE void scale_block(const Norm *norm, const float *x, float mean, float scale, const Rows *out,
                         long row, long i, long left) {
     EACH_IN_BLOCK {
-        const __mmask16 mask = lanes_of(left, j);
-        const long column = i + j * LANES;
-        __m512 y = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, x + column), mean);
-        y = _mm512_fmadd_ps(_mm512_mul_ps(y, scale),
-                            _mm512_maskz_loadu_ps(mask, norm->weight + column),
-                            _mm512_maskz_loadu_ps(mask, norm->bias + column));
-        write(out, row, column, mask, y);
+        const long column = i + j * LANES, n = left - j * LANES;
+        vec y = (load_some(x + column, n) - mean) * scale;
+        y = y * load_some(norm->weight + column, n) + load_some(norm->bias + column, n);
+        write(out, row, column, n, y);
     }
 }
 
@@ -333,13 +395,11 @@ APART void add_norm(const Norm *norm, const Rows *x, const Rows *residual, long 
     const long width = norm->width;
     for (long row = 0; row < count; row++) {
         float *sum = (float *)x->at + row * width;
-        __m512 sums[4] = {0}, squares[4] = {0};
+        vec sums[4] = {0}, squares[4] = {0};
         EACH_BLOCK(width, i, left, add(sum, residual, first + row, i, left, sums));
-        const __m512 mean = _mm512_div_ps(total(sums), _mm512_set1_ps(width));
+        const float mean = total(sums) / width;
         EACH_BLOCK(width, i, left, deviate(sum, mean, i, left, squares));
-        __m512 variance = _mm512_div_ps(total(squares), _mm512_set1_ps(width));
-        variance = _mm512_add_ps(variance, _mm512_set1_ps(norm->eps));
-        const __m512 scale = _mm512_div_ps(_mm512_set1_ps(1), _mm512_sqrt_ps(variance));
+        const float scale = 1 / sqrtf(total(squares) / width + norm->eps);
         EACH_BLOCK(width, i, left,
                    scale_block(norm, sum, mean, scale, out, out_first + row, i, left));
     }
@@ -364,8 +424,8 @@ INLINE void *take(char **from, long bytes) {
 }
 
 INLINE Quantized quantized(char **scratch, long block, long inputs) {
-    Quantized to = {.step = (inputs + 3) / 4 * 4};
-    to.q = take(scratch, block * to.step);
+    Quantized to = {.step = padded(inputs)};
+    to.q = take(scratch, block * to.step * (long)sizeof(number));
     to.scale = take(scratch, block * sizeof(float));
     to.zero = take(scratch, block * sizeof(int32_t));
     return to;

@@ -7,9 +7,9 @@ calibration is needed. Products are sums of integers, which are exact in any ord
 computed per token in one order: results are equal bit by bit in every batch.
 
 Hidden states, sums, norms and heads stay fp32, attention is bf16 where the processor multiplies it.
-A processor without AVX-512 VNNI, or without a C compiler, computes the same in fp32 steps: inputs
-are rounded to the same 256 steps and multiplied with the same rounded weights. That gives equal
-results up to rounding, at the speed of fp32.
+The C has code for AVX-512 VNNI and for AVX2. Other processors, and systems without the C, compute
+the same in fp32 steps: inputs are rounded to the same 256 steps and multiplied with the same
+rounded weights. That gives equal results up to rounding, at the speed of fp32.
 
 Shapes: T tokens, E hidden width, K inputs and N outputs of a layer.
 """
@@ -48,9 +48,10 @@ from packhorse.native import (
 from packhorse.processor import features
 
 SOURCE = Path(__file__).with_name("int8.c")
-PANEL = 64  # output channels that int8.c computes at once
+CHANNELS = 64  # int8.c reads arrays of output channels up to a multiple of this
 BLOCK = 48  # tokens that a thread takes through a layer; a multiple of the 6 of a tile
-CACHE = 640 * 1024  # bytes of a block's activations, at most; second-level caches begin at 1 MB
+CACHE = 720 * 1024  # bytes of a block's activations, at most; second-level caches begin at 1 MB
+ROUNDED = 2  # bytes of a rounded activation, at most: with VNNI it has one
 FEW_ROWS = 32  # with fewer tokens, waking the other threads costs more than they save
 STEPS = 255
 LARGEST = 127  # of a weight
@@ -146,7 +147,7 @@ class Int8Linear(nn.Module):
         bias = torch.zeros(self.outputs) if linear.bias is None else linear.bias.detach().float()
         self.native = is_native()
         if self.native:
-            self.weight = _panels(quantized.values)
+            self.weight = _packed(quantized.values)
             self.scale = _padded(quantized.scale)
             self.bias = _padded(bias)
             self.sums = _padded(quantized.values.sum(1, dtype=torch.int32))
@@ -208,7 +209,7 @@ class Int8Layer(nn.Module):
         layers = (LinearArguments * 3)(*[linear.arguments() for linear in linears])
         norms = (NormArguments * 2)(*map(_norm_arguments, self.norms))
         width, wide = self.out.outputs, self.up.outputs
-        bytes_per_token = 4 * (2 * width + wide) + self.out.inputs + width + wide + 64
+        bytes_per_token = 4 * (2 * width + wide) + ROUNDED * (self.out.inputs + width + wide) + 64
         _call(layers, norms, attended, x, out, self.up.activation, bytes_per_token)
         return out
 
@@ -249,7 +250,7 @@ def freeze_int8(module: nn.Module, kept: Collection[str] = (), prefix: str = "")
 def is_native() -> bool:
     """Whether int8 products run in C here; if a user could change that, it is said once."""
     try:
-        _function()
+        _functions()
         openmp_entry()
     except Obstacle as reason:
         warn_slow(reason)
@@ -257,12 +258,22 @@ def is_native() -> bool:
     return True
 
 
+class Functions(NamedTuple):
+    """What int8.c exports."""
+
+    run: Callable[..., None]
+    pack: Callable[..., None]
+
+
 @cache
-def _function() -> Callable[..., None]:
-    if not features().vnni:
-        raise Obstacle("this processor has no AVX-512 VNNI", fixable=False)
+def _functions() -> Functions:
+    if not features().avx2:
+        raise Obstacle("this processor has no AVX2", fixable=False)
     argument_types = (*[POINTER] * 5, *[INT] * 3, LONG, LONG, INT, POINTER, *[LONG] * 3)
-    return function(SOURCE, "packhorse_int8", (*argument_types, POINTER, UNSIGNED))
+    return Functions(
+        function(SOURCE, "packhorse_int8", (*argument_types, POINTER, UNSIGNED)),
+        function(SOURCE, "packhorse_int8_pack", (POINTER, POINTER, LONG, LONG)),
+    )
 
 
 def _call(
@@ -280,7 +291,7 @@ def _call(
     block = max(6, min(BLOCK, CACHE // bytes_per_token) // 6 * 6)
     scratch_bytes = block * bytes_per_token + 2048  # each of a dozen arrays is rounded up
     scratch = torch.empty(threads * scratch_bytes + 64, dtype=torch.uint8)
-    _function()(
+    _functions().run(
         layers,
         norms,
         x.data_ptr(),
@@ -317,13 +328,14 @@ def _norm_arguments(norm: AddNorm) -> NormArguments:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """[N] with zeros up to a whole panel."""
-    return F.pad(x, (0, -len(x) % PANEL)).contiguous()
+    """[N] with zeros up to what C reads."""
+    return F.pad(x, (0, -len(x) % CHANNELS)).contiguous()
 
 
-def _panels(values: Tensor) -> Tensor:
-    """[N, K] as int8.c reads it: [panels, K / 4, PANEL, 4]."""
+def _packed(values: Tensor) -> Tensor:
+    """[N, K] in the order in which C reads it."""
     outputs, inputs = values.shape
-    values = F.pad(values, (0, -inputs % 4, 0, -outputs % PANEL))
-    panels = values.unflatten(1, (-1, 4)).unflatten(0, (-1, PANEL))  # [panels, PANEL, K / 4, 4]
-    return panels.transpose(1, 2).contiguous()
+    packed = torch.zeros(outputs + -outputs % CHANNELS, inputs + -inputs % 4, dtype=torch.int8)
+    values = values.contiguous()
+    _functions().pack(values.data_ptr(), packed.data_ptr(), inputs, outputs)
+    return packed

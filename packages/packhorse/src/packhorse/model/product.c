@@ -12,11 +12,8 @@
  */
 
 #include <stdatomic.h>
-#include <stdint.h>
-#include <string.h>
 
 #if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512BW__)
-#include <immintrin.h>
 #define AVX512 1
 #define LANES 16
 #define ROWS 12 /* × 2 vectors of sums, of 32 registers */
@@ -30,16 +27,9 @@
 #define PANEL 32  /* columns that the weight is padded to; freeze.py knows it */
 #define TILE (2 * LANES)
 
-#define INLINE static inline __attribute__((always_inline))
-#define APART static __attribute__((noinline))
-#define UNROLL _Pragma("GCC unroll 16")
 #define EACH_IN_TILE UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < 2; j++)
 
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef float unaligned_vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-
-enum activation { NONE, GELU, GELU_TANH, RELU }; /* freeze.py has the same order */
+#include "vectors.h"
 
 typedef struct {
     const float *x;            /* [rows, inputs], contiguous as is `out` */
@@ -53,60 +43,9 @@ typedef struct {
     atomic_long next;          /* the first work item that no thread has taken */
 } Job;
 
-INLINE long least(long a, long b) { return a < b ? a : b; }
-INLINE vec load(const float *from) { return *(const unaligned_vec *)from; }
-INLINE void store(float *to, vec x) { *(unaligned_vec *)to = x; }
-INLINE vec splat(float x) { return x - (vec){0}; }
-
-INLINE vec larger(vec a, vec b) { /* a NaN in `a` may be lost, one in `b` never is */
-#if AVX512
-    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-    ivec first = a > b;
-    return (vec)((first & (ivec)a) | (~first & (ivec)b));
-#endif
-}
-
-INLINE vec smaller(vec a, vec b) { return -larger(-a, -b); }
-
-/* 2^x for x ≤ 0, as in native.c. */
-INLINE vec power_of_two(vec x) {
-    const float magic = 12582912.0f + 127.0f; /* 1.5 · 2^23: adding it rounds to an integer, and
-                                                 leaves the biased exponent in the low bits */
-    x = larger(splat(-126.75f), x);           /* there the biased exponent is 0, and so is 2^x */
-    vec shifted = (x - 0.5f) + magic, f = x - (shifted - magic);
-    vec p = f * 0.00187757618f + 0.00898934425f;
-    p = (((p * f + 0.0558263111f) * f + 0.240153621f) * f + 0.693153073f) * f + 0.999999925f;
-    return p * (vec)((ivec)shifted << 23);
-}
-
-/* x Φ(x) = max(x, 0) − |x| Φ(−|x|). The polynomial is log2 Φ(−a), exact at 0 and elsewhere to 3e-8
- * of a Φ(−a), half a rounding of 1; from 13.5 on Φ(−a) is 0 in a float. */
-INLINE vec gelu(vec x) {
-    vec a = smaller(splat(13.5f), (vec)((ivec)x & 0x7fffffff));
-    vec p = a * 4.85155915e-10f - 2.74438197e-8f;
-    p = ((p * a + 6.45634202e-7f) * a - 8.1828266e-6f) * a + 5.95431484e-5f;
-    p = ((p * a - 2.2184549e-4f) * a - 1.17496667e-4f) * a + 7.08836829e-3f;
-    p = ((p * a - 5.25371246e-2f) * a - 0.459188491f) * a - 1.15110815f;
-    return larger(splat(0), x) - a * power_of_two(p * a - 1);
-}
-
-/* x / (1 + e^−2u), u = √(2/π) (x + 0.044715 x³), of |x| as above. */
-INLINE vec gelu_tanh(vec x) {
-    vec a = smaller(splat(13.5f), (vec)((ivec)x & 0x7fffffff));
-    vec e = power_of_two(a * (-2.30220820f - 0.102943240f * a * a));
-    return larger(splat(0), x) - a * e / (1 + e);
-}
-
-APART void activate(float *out, long step, long rows, enum activation activation) {
+APART void activate_rows(float *out, long step, long rows, enum activation activation) {
     for (long row = 0; row < rows; row++, out += step)
-        for (int j = 0; j < TILE; j += LANES) {
-            vec x = load(out + j);
-            if (activation == GELU) x = gelu(x);
-            else if (activation == GELU_TANH) x = gelu_tanh(x);
-            else x = larger(splat(0), x);
-            store(out + j, x);
-        }
+        for (int j = 0; j < TILE; j += LANES) store(out + j, activate(load(out + j), activation));
 }
 
 INLINE void sum_tile(const float *x, long x_step, const float *weight, const float *bias,
@@ -149,7 +88,7 @@ APART void compute_tile(const Job *job, float *out, long step, long row, long ro
              job->weight + column * job->inputs + first * TILE, first ? NULL : job->bias + column,
              out, step, depth, rows);
     if (job->activation != NONE && first + depth == job->inputs)
-        activate(out, step, rows, job->activation);
+        activate_rows(out, step, rows, job->activation);
 }
 
 /* The last columns, fewer than a tile: it is computed aside, and never written beyond them. */
