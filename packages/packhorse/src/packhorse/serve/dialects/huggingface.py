@@ -483,10 +483,10 @@ async def _classify(request: Request, model: ServedModel, body: InferenceRequest
     truncation = _truncation(body)
     result = await run_task(request, model, "classify", texts, truncation, problem=problem)
     top = body.option("top_k")
-    return [
+    return (
         [{"label": label, "score": score} for label, score in value.scores.items()][:top]
         for value in result.values
-    ]
+    )
 
 
 async def _label(request: Request, model: ServedModel, body: InferenceRequest) -> Any:

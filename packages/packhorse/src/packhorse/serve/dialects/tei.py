@@ -11,7 +11,7 @@ because vLLM has these paths too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Annotated, Any, Literal, cast
 
@@ -48,7 +48,7 @@ from packhorse.serve.dialects.tasks import Truncation, run_task
 from packhorse.serve.failures import Empty, TooLarge
 from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.settings import ServeSettings
-from packhorse.tokens.tokenizer import NO_LIMIT, Tokenizer
+from packhorse.tokens.tokenizer import NO_LIMIT, Encoding, Tokenizer
 
 # Request bodies --------------------------------------------------------------------------------
 
@@ -391,26 +391,21 @@ def _add_vectors(post: Post, models: ServedModels) -> None:
             top_k=body.top_k,
         )
         tokenizer = model.encoder.tokenizer if body.format == "words" else None
-        rows = await asyncio.to_thread(sparse_rows, result.values, tokenizer)
+        rows = sparse_rows(result.values, tokenizer)
         return timed_response(rows, result, model, texts, start)
 
 
 def sparse_rows(
     vectors: Sequence[SparseVector], tokenizer: Tokenizer | None
-) -> list[list[dict[str, float]]] | list[dict[str, float]]:
-    """Return the fields of `SparseVectors`; with a tokenizer, words instead of their numbers."""
-    if tokenizer is not None:
-        return [
-            dict(zip(words(vector, tokenizer), vector.weights.tolist(), strict=True))
-            for vector in vectors
-        ]
-    return [
-        [
-            {"index": index, "value": value}
-            for index, value in zip(vector.indices.tolist(), vector.weights.tolist(), strict=True)
-        ]
-        for vector in vectors
-    ]
+) -> Iterator[list[dict[str, float]] | dict[str, float]]:
+    """Yield the fields of `SparseVectors`; with a tokenizer, words instead of their numbers."""
+    for vector in vectors:
+        weights = vector.weights.tolist()
+        if tokenizer is not None:
+            yield dict(zip(words(vector, tokenizer), weights, strict=True))
+        else:
+            pairs = zip(vector.indices.tolist(), weights, strict=True)
+            yield [{"index": index, "value": weight} for index, weight in pairs]
 
 
 def _add_scores(post: Post, models: ServedModels) -> None:
@@ -423,11 +418,11 @@ def _add_scores(post: Post, models: ServedModels) -> None:
         truncation = Truncation.read(body.truncate, body.truncation_direction)
         problem = problem_of(model, body.raw_scores)
         result = await run_task(request, model, "classify", texts, truncation, problem=problem)
-        rows = [
+        rows = (
             [{"score": score, "label": label} for label, score in value.scores.items()]
             for value in result.values
-        ]
-        return timed_response(rows[0] if is_single else rows, result, model, texts, start)
+        )
+        return timed_response(next(rows) if is_single else rows, result, model, texts, start)
 
 
 def _add_tokens(post: Post, models: ServedModels, settings: ServeSettings) -> None:
@@ -475,10 +470,8 @@ async def tokenize(
         )
     texts = cast("list[str]", prompted(model.encoder, texts, body.prompt_name))
     tokenizer = model.encoder.tokenizer
-    # The response is written in the thread too: there are many small objects.
-    return await asyncio.to_thread(
-        lambda: json_response(token_rows(tokenizer, texts, body.add_special_tokens))
-    )
+    encodings = await asyncio.to_thread(tokenizer.encode, texts, NO_LIMIT)
+    return json_response(token_rows(tokenizer, encodings, body.add_special_tokens))
 
 
 def as_batch(inputs: str | Sequence[Any]) -> list[TaskInput]:
@@ -555,28 +548,23 @@ def _characters(text: Any) -> int:
 
 
 def token_rows(
-    tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool
-) -> list[list[dict[str, Any]]]:
-    """Return the tokens of each text, with the fields of `Token`."""
-    rows: list[list[dict[str, Any]]] = []
-    for encoding in tokenizer.encode(texts, NO_LIMIT):
+    tokenizer: Tokenizer, encodings: Sequence[Encoding], add_special_tokens: bool
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the tokens of each text, with the fields of `Token`."""
+    for encoding in encodings:
         selected = slice(None) if add_special_tokens else encoding.spans[0]
         columns = (encoding.ids[selected], encoding.special[selected], encoding.offsets[selected])
-        rows.append(
-            [
-                {
-                    "id": id,
-                    "text": tokenizer.token(id),
-                    "special": special,
-                    "start": None if special else start,
-                    "stop": None if special else stop,
-                }
-                for id, special, (start, stop) in zip(
-                    *(column.tolist() for column in columns), strict=True
-                )
-            ]
-        )
-    return rows
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        yield [
+            {
+                "id": id,
+                "text": tokenizer.token(id),
+                "special": special,
+                "start": None if special else start,
+                "stop": None if special else stop,
+            }
+            for id, special, (start, stop) in rows
+        ]
 
 
 def describe_server(models: ServedModels, settings: ServeSettings) -> dict[str, Any]:

@@ -42,7 +42,6 @@ from packhorse.serve.life import (
     DrainingServer,
     configuration,
     open_rpc,
-    open_telemetry,
     raise_file_limit,
 )
 from packhorse.serve.metrics import families_to_json, merged_page
@@ -62,6 +61,7 @@ from packhorse.serve.processes.messages import (
     unpack_failed,
 )
 from packhorse.serve.settings import ServeSettings
+from packhorse.serve.starting import open_telemetry
 from packhorse.serve.streams import StreamResult
 
 ASK_SECONDS = 2.0  # for the figures of the other processes
