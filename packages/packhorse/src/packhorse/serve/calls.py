@@ -54,8 +54,9 @@ MAX_RESULT_BYTES = {
     "fill": 256 << 20,
     "sparse": 256 << 20,
 }
-# Numbers and texts in an answer. Writing more takes milliseconds, and so happens in a thread.
+# Numbers in an answer. Writing more takes milliseconds, and so happens in a thread.
 MAX_INLINE_VALUES = 1 << 15
+VALUES_PER_OBJECT = 8  # to make, count and write an object takes as long as these numbers of arrays
 PART_BYTES = 1 << 20  # of a long answer, sent at a time
 CHARACTERS_PER_VALUE = 32  # of a text, which take about as long to write as a number
 
@@ -217,15 +218,15 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def _count_values(value: Any, limit: int) -> int:
-    """Count the numbers and texts in a document; stops soon after `limit`."""
+    """Count the numbers in a document, its texts and objects as several; stops after `limit`."""
     if isinstance(value, np.ndarray):
         return value.size
     if isinstance(value, str):
-        return 1 + len(value) // CHARACTERS_PER_VALUE
+        return VALUES_PER_OBJECT + len(value) // CHARACTERS_PER_VALUE
     if isinstance(value, Iterator):
         return limit + 1  # `_first_items` left only long ones
     if not isinstance(value, list | dict):
-        return 1
+        return VALUES_PER_OBJECT
     items = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
     total = 0
     for item in items:

@@ -1,7 +1,7 @@
 """text-embeddings-inference's routes: embed, classify, rerank, compare, tokenize, info.
 
-Follows its OpenAPI description (1.8): bodies, answers, response headers, kinds of errors, and that
-a text with more tokens than the model takes is refused (413) unless `truncate` is set. A single
+Follows its OpenAPI description (1.9): bodies, answers, response headers, kinds of errors, and that
+a text with more tokens than the model takes is cut unless `truncate` is false (413). A single
 input of `/embed` is answered with a list of one, a single input of `/predict` without a list. Added
 are `model`, which chooses among several, and `long: "chunk"`, which reads a long text in parts; and
 the two texts of a pair may have any lengths. `/rerank` and `/tokenize` are added by `shared_paths`,
@@ -339,7 +339,7 @@ def _add_vectors(post: Post, models: ServedModels) -> None:
         start = perf_counter()
         model = models.find(body.model, "embed")
         texts = as_batch(body.inputs)
-        truncation = Truncation.read(body.truncate, body.truncation_direction, body.long)
+        truncation = _truncation(body.truncate, body.truncation_direction, body.long)
         result = await tasks.embed(
             request,
             model,
@@ -357,7 +357,7 @@ def _add_vectors(post: Post, models: ServedModels) -> None:
         start = perf_counter()
         model = models.find(body.model, "hidden")
         texts = as_batch(body.inputs)
-        truncation = Truncation.read(body.truncate, body.truncation_direction)
+        truncation = _truncation(body.truncate, body.truncation_direction)
         result = await run_task(
             request, model, "hidden", texts, truncation, prompt=body.prompt_name
         )
@@ -379,7 +379,7 @@ def _add_vectors(post: Post, models: ServedModels) -> None:
         start = perf_counter()
         model = models.find(body.model, "sparse")
         texts = as_batch(body.inputs)
-        truncation = Truncation.read(body.truncate, body.truncation_direction)
+        truncation = _truncation(body.truncate, body.truncation_direction)
         result = await run_task(
             request,
             model,
@@ -415,7 +415,7 @@ def _add_scores(post: Post, models: ServedModels) -> None:
         start = perf_counter()
         model = models.find(body.model, "classify")
         texts, is_single = as_sequences(body.inputs)
-        truncation = Truncation.read(body.truncate, body.truncation_direction)
+        truncation = _truncation(body.truncate, body.truncation_direction)
         problem = problem_of(model, body.raw_scores)
         result = await run_task(request, model, "classify", texts, truncation, problem=problem)
         rows = (
@@ -443,7 +443,7 @@ async def rerank(request: Request, models: ServedModels, body: RerankRequest) ->
     """Answer `/rerank` with `texts`."""
     start = perf_counter()
     model = models.find(body.model, "rerank")
-    truncation = Truncation.read(body.truncate, body.truncation_direction)
+    truncation = _truncation(body.truncate, body.truncation_direction)
     ranked, result = await tasks.rerank(
         request, model, body.query, body.texts, truncation, body.top_n, body.raw_scores
     )
@@ -472,6 +472,11 @@ async def tokenize(
     tokenizer = model.encoder.tokenizer
     encodings = await asyncio.to_thread(tokenizer.encode, texts, NO_LIMIT)
     return json_response(token_rows(tokenizer, encodings, body.add_special_tokens))
+
+
+def _truncation(truncate: bool | None, direction: str, long: str | None = None) -> Truncation:
+    """Combine the fields of a body; theirs has cut by default since 1.9."""
+    return Truncation.read(truncate, direction, long, by_default=True)
 
 
 def as_batch(inputs: str | Sequence[Any]) -> list[TaskInput]:
@@ -507,7 +512,7 @@ async def similarities(
     if len(texts) < 2:
         raise Empty("there is no sentence to compare with")
     options = parameters or SimilarityParameters()
-    truncation = Truncation.read(options.truncate, options.truncation_direction)
+    truncation = _truncation(options.truncate, options.truncation_direction)
     result = await tasks.embed(
         request, model, texts, truncation, normalize=True, prompt=options.prompt_name
     )
@@ -580,7 +585,7 @@ def describe_server(models: ServedModels, settings: ServeSettings) -> dict[str, 
         "max_batch_tokens": model.runner.shape.tokens,
         "max_batch_requests": None,
         "max_client_batch_size": min(settings.max_batch_inputs, settings.max_queue_inputs),
-        "auto_truncate": bool(settings.auto_truncate),
+        "auto_truncate": settings.auto_truncate is not False,
         "tokenization_workers": 1,
         "version": __version__,
         "sha": None,

@@ -436,9 +436,9 @@ def main(control: Control) -> int:
     except PackhorseError as error:
         control.send({"kind": "failed", "error": type(error).__name__, "message": str(error)})
         return EXIT_NOT_OPENED
-    gc.collect()
-    gc.freeze()  # models and code live as long as the process; never scan them again
     control.send({"kind": "models", "models": described})
+    gc.collect()  # while fronts make their part of the models
+    gc.freeze()  # models and code live as long as the process; never scan them again
     process = EngineProcess(control, settings, models, places, message["labels"])
     with open_telemetry(settings) as telemetry:
         if telemetry is not None:
