@@ -569,6 +569,8 @@ def divide_limits(settings: ServeSettings, fronts: int) -> ServeSettings:
 
 def main(control: Control) -> int:
     """Serve on the socket that the supervisor passes, until it says stop."""
+    gc.collect()
+    gc.freeze()  # the code: there is time for it while engines open their models
     received = control.receive()
     if received is None:
         return 0
