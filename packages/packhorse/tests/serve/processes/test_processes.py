@@ -139,7 +139,7 @@ def test_a_client_that_leaves_takes_nothing_with_it(server, expected) -> None:
 
 @pytest.fixture
 def two_engines(start) -> Iterator[Any]:
-    yield start("--devices", "cpu", "--devices", "cpu", "--max-queue-tokens", "700")
+    yield start("--devices", "cpu,cpu", "--max-queue-tokens", "700")
 
 
 def test_two_engines_share_the_work_and_a_full_queue_refuses(two_engines, asked) -> None:
@@ -267,4 +267,5 @@ print(found, torch.cuda.is_available() and torch.version.hip is None)
 
 def test_settings_that_exclude_each_other(cli) -> None:
     assert "both name devices" in cli("serve", "--device", "cpu", "--devices", "cpu").err
+    assert "has an empty name" in cli("serve", "--devices", "cpu,").err
     assert "are for --engine local" in cli("serve", "--engine", "ray", "--fronts", "2").err
