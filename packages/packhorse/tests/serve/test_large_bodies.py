@@ -141,9 +141,12 @@ def test_others_have_their_turn_between_the_parts_of_a_long_answer() -> None:
         if message["type"] == "http.response.body":
             parts.append((len(message["body"]), turns))
 
+    async def receive() -> Any:
+        raise AssertionError("an answer asks for nothing")
+
     async def go() -> None:
         other = asyncio.ensure_future(take_turns())
-        await calls.json_response(document)({"type": "http"}, None, send)
+        await calls.json_response(document)({"type": "http"}, receive, send)
         other.cancel()
 
     asyncio.run(go())
