@@ -107,7 +107,7 @@ class Models:
         return [float(first @ vector) for vector in others]
 
     def ranking(self) -> list[tuple[int, float]]:
-        ranking = self.load("ranker").rerank(QUERY, DOCUMENTS)
+        ranking = self.load("ranker").rerank(QUERY, DOCUMENTS, raw=True)
         return [(ranked.index, 1 / (1 + np.exp(-ranked.score))) for ranked in ranking]
 
     def first_two(self) -> list[tuple[int, float]]:
@@ -128,7 +128,9 @@ class Models:
         return [(entity.label, entity.text, entity.start, entity.end) for entity in entities]
 
     def answer(self) -> tuple[str, int, int]:
-        best = self.load("reader").answer([(QUESTION, CONTEXT)])[0][0]
+        # As transformers' pipeline, which is what this API runs.
+        options: dict[str, Any] = {"scoring": "pipeline", "max_answer_tokens": 15}
+        best = self.load("reader").answer([(QUESTION, CONTEXT)], **options)[0][0]
         return best.text, best.start, best.end
 
     def words(self) -> list[str]:

@@ -45,6 +45,8 @@ def test_lines_of_all_kinds(tmp_path: Path) -> None:
         ("two words", "API key 1 has blanks"),
         ("good\nname: key slow", "API key 2 has blanks"),
         ("name: key bulk more", "API key 1 has blanks"),
+        ("search:", "API key 1 is a name without a key"),
+        ("good\nsearch: ", "API key 2 is a name without a key"),
         ("na/me: s3cret", "name of API key 1"),
         ("key3: s3cret", "name of API key 1"),
         ("none: s3cret", "name of API key 1"),

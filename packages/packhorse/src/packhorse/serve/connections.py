@@ -26,7 +26,6 @@ same time again for each `MIN_TAKEN_BYTES`: an answer may be as large as 64 MiB.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import fcntl
 import termios
 from array import array
@@ -39,6 +38,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from packhorse.serve import logs
 from packhorse.serve.failures import Failure
+from packhorse.serve.memory import trim_memory
 from packhorse.serve.settings import ServeSettings
 from packhorse.serve.tracing import CURRENT, new_ids
 
@@ -325,13 +325,6 @@ async def sweep(connections: set[Any]) -> None:
         if peak >= TRIM_CONNECTIONS and len(connections) < peak // 2:
             peak = len(connections)
             await asyncio.to_thread(trim_memory)
-
-
-def trim_memory() -> None:
-    """Return free pages to the system, if the C library can (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _expired(connections: set[Any]) -> set[Any]:

@@ -31,6 +31,7 @@ from packhorse.runtime.backend import TorchBackend
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.loading import load, shortened
 from packhorse.runtime.runner import PackRunner
+from packhorse.runtime.statistics import BatchRecord, throughput
 from packhorse.runtime.tasks import TASKS
 from packhorse.serve.failures import UnknownModel
 from packhorse.serve.settings import ServeSettings
@@ -40,6 +41,7 @@ LOGGER = logging.getLogger("packhorse.serve")
 # Smaller than offline batches: a request cannot leave or enter a batch that runs already, so the
 # run time of one batch is added to everybody's latency.
 BATCH_TOKENS = {"cpu": 2048}
+THROUGHPUT_SECONDS = 5.0  # of the last batches, for the page
 PROBE_SECONDS = 1.5  # a forward pass of one sequence that takes longer makes /ready fail
 MAX_RETRY_AFTER = 3600  # seconds
 # Of the batch that measures the speed at the start: enough for a core to be as fast as it gets.
@@ -439,3 +441,48 @@ async def _run_probe(model: ServedModel) -> None:
         await asyncio.wait_for(asyncio.wrap_future(future), PROBE_SECONDS)
     except TimeoutError as error:
         raise RunnerStopped(f"{model.name} ran nothing for {PROBE_SECONDS} seconds") from error
+
+
+def describe_engine(model: ServedModel, count: int) -> dict[str, Any]:
+    """Return what the page shows of a model's engine, with its last `count` batches."""
+    runner = model.runner
+    now = time.monotonic()
+    shape = runner.shape
+    stats = runner.stats()
+    recent = runner.recent()
+    listed = recent[len(recent) - min(count, len(recent)) :]
+    # Only the mask mode has separate rows; otherwise sequences lie end to end over the whole batch.
+    has_rows = shape.mode == "mask"
+    tokenizer = model.encoder.tokenizer
+    used = sum(batch.used for batch in listed)
+    computed = sum(batch.tokens for batch in listed)
+    return {
+        "name": model.name,
+        "alive": runner.alive,
+        "mask": None if tokenizer.mask_id is None else tokenizer.token(tokenizer.mask_id),
+        "mode": shape.mode,
+        "rows_a_batch": shape.rows if has_rows else 1,
+        "row_tokens": shape.capacity if has_rows else shape.tokens,
+        "waiting_inputs": stats.waiting_requests,
+        "waiting_tokens": stats.waiting_tokens,
+        "most_waiting_tokens": runner.max_waiting_tokens,
+        "running_inputs": stats.running_requests,
+        "tokens_per_second": throughput(recent, now, THROUGHPUT_SECONDS),
+        "fill": used / max(1, computed),
+        "p50_ms": stats.p50_ms,
+        "p99_ms": stats.p99_ms,
+        "queue_ms": stats.queue_ms,
+        "compute_ms": stats.compute_ms,
+        "batches": [_describe_batch(batch, now) for batch in listed],
+    }
+
+
+def _describe_batch(batch: BatchRecord, now: float) -> dict[str, Any]:
+    return {
+        "number": batch.number,
+        "seconds_ago": now - batch.ended,
+        "ms": 1e3 * batch.seconds,
+        "tokens": batch.tokens,
+        "fill": batch.fill,
+        "rows": batch.rows,
+    }

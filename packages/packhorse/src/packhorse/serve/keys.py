@@ -136,6 +136,8 @@ def _split(entry: str, number: int) -> tuple[str, str, str]:
     """Return the name, the key and the lane of a line."""
     words = entry.split()
     if len(words) == 1:
+        if entry.endswith(":") and NAME.fullmatch(entry[:-1]):
+            raise InputError(f"API key {number} is a name without a key; write NAME: KEY")
         return "", entry, ""
     name = words[0].removesuffix(":")
     lane = words[2] if len(words) == 3 else LANES[0]

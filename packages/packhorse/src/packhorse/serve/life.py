@@ -20,6 +20,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from functools import partial
@@ -28,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from fastapi import FastAPI
 
-from packhorse.errors import InputError, MissingExtra
 from packhorse.serve import hosting, logs, tls
 from packhorse.serve.app import create, create_metrics_app, guarded
 from packhorse.serve.connections import protocol, sweep
@@ -47,17 +47,19 @@ from packhorse.serve.starting import (
     bind,
     bind_ports,
     check_files,
+    open_telemetry,
     report_ready,
 )
 
 if TYPE_CHECKING:
     from packhorse.serve.rpc.server import RpcServer
-    from packhorse.serve.telemetry import Telemetry
 
 POLL_SECONDS = 0.1
 MAX_BACKLOG = 2048  # connections that the kernel holds until they are accepted
+# How long a thread that tokenizes or writes JSON keeps the interpreter from the event loop, which
+# asks for it several times per request. Python's own turn of 5 ms makes those requests wait 20 ms.
+TURN_SECONDS = 1e-3
 DEAD_ENGINE_SECONDS = 3.0  # from the death of an engine to the exit of the process
-OTLP_PROTOCOL = "http/protobuf"
 EXTRA_FILES = 256  # open files besides connections: models, logs, what libraries open
 OpenApp = Callable[[ServeSettings], AbstractContextManager[tuple[FastAPI, ServedModels]]]
 
@@ -72,6 +74,7 @@ def local_app(settings: ServeSettings) -> Iterator[tuple[FastAPI, ServedModels]]
 def run(settings: ServeSettings, ready: Ready, open_app: OpenApp = local_app) -> None:
     """Serve until a signal arrives; `ready` is called as soon as requests are answered."""
     logs.set_up(settings)
+    sys.setswitchinterval(TURN_SECONDS)
     check_files(settings)
     raise_file_limit(settings)
     bound, side_bound = bind_ports(settings)
@@ -141,46 +144,6 @@ def open_rpc(app: FastAPI, guard: Guard, share_port: bool = False) -> RpcServer 
     from packhorse.serve.rpc.server import RpcServer  # which needs the extra `grpc`
 
     return RpcServer(app, guard, share_port)
-
-
-@contextmanager
-def open_telemetry(settings: ServeSettings) -> Iterator[Telemetry | None]:
-    """Send traces and metrics during the block; the value is None if nobody wants them.
-
-    The variables of OpenTelemetry may be set for all programs of a machine or a cluster, so they
-    alone never keep the server from starting.
-    """
-    variables = [f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT" for kind in ("", "TRACES_", "METRICS_")]
-    is_wanted = bool(settings.otlp_endpoint) or any(map(os.environ.get, variables))
-    if not is_wanted or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        yield None
-        return
-    try:
-        telemetry = _start_telemetry(settings)
-    except (InputError, MissingExtra) as problem:
-        if settings.otlp_endpoint:
-            raise
-        logs.LOGGER.warning("traces and metrics are not sent: %s", problem)
-        yield None
-        return
-    try:
-        yield telemetry
-    finally:
-        telemetry.close()
-
-
-def _start_telemetry(settings: ServeSettings) -> Telemetry:
-    sender = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or OTLP_PROTOCOL
-    if sender != OTLP_PROTOCOL:
-        raise InputError(
-            f"OTEL_EXPORTER_OTLP_PROTOCOL is {sender}, and this server sends {OTLP_PROTOCOL}; set "
-            "it to that, and the endpoint to the port that the collector has for it, usually 4318"
-        )
-    try:
-        from packhorse.serve.telemetry import Telemetry
-    except ImportError as error:
-        raise MissingExtra("opentelemetry-exporter-otlp-proto-common", "otel") from error
-    return Telemetry(settings)
 
 
 def configuration(

@@ -90,7 +90,9 @@ class ServeSettings:
         "Keep this many numbers of each vector; 0: those that the model's folder names, else all.",
     )
     devices: tuple[str, ...] = setting(
-        (), MODELS, "Devices with an engine process each, such as cuda:0; may be repeated."
+        (),
+        MODELS,
+        "Devices with an engine process each, such as cuda:0,cuda:1; may be repeated.",
     )
     fronts: int | None = setting(
         None,
@@ -233,6 +235,10 @@ class ServeSettings:
     def __post_init__(self) -> None:
         settings.check_bounds(self)
         self._check_network()
+        names = tuple(name for entry in self.devices for name in entry.split(","))
+        if "" in names:
+            raise InputError(f"--devices {','.join(names)} has an empty name; write cuda:0,cuda:1")
+        object.__setattr__(self, "devices", names)  # as `packhorse run --devices` takes them
         if not self.model:
             raise InputError("there is no model to serve; name one with --model")
         if self.engine != "ray" and (self.replicas > 1 or self.max_replicas or self.ray_address):

@@ -6,19 +6,25 @@ framework: together they take seconds, for which the processes that need them wo
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from packhorse.errors import InputError, PackhorseError
+from packhorse.errors import InputError, MissingExtra, PackhorseError
 from packhorse.runtime.precision import load_ranges
 from packhorse.serve import logs, unix_socket
 from packhorse.serve.settings import ServeSettings
 
+if TYPE_CHECKING:
+    from packhorse.serve.telemetry import Telemetry
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+OTLP_PROTOCOL = "http/protobuf"
 EXIT_CUT_SHORT = 1
 EXIT_SECOND_SIGNAL = 143  # 128 + SIGTERM, as a shell reports it
 # Of --metrics-port: probes and a few Prometheus servers; each gets an answer within seconds.
@@ -137,3 +143,43 @@ def port_settings(settings: ServeSettings) -> ServeSettings:
         max_concurrent_requests=MAX_SIDE_CONNECTIONS,
         max_body_bytes=1,
     )
+
+
+@contextmanager
+def open_telemetry(settings: ServeSettings) -> Iterator[Telemetry | None]:
+    """Send traces and metrics during the block; the value is None if nobody wants them.
+
+    The variables of OpenTelemetry may be set for all programs of a machine or a cluster, so they
+    alone never keep the server from starting.
+    """
+    variables = [f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT" for kind in ("", "TRACES_", "METRICS_")]
+    is_wanted = bool(settings.otlp_endpoint) or any(map(os.environ.get, variables))
+    if not is_wanted or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        yield None
+        return
+    try:
+        telemetry = _start_telemetry(settings)
+    except (InputError, MissingExtra) as problem:
+        if settings.otlp_endpoint:
+            raise
+        logs.LOGGER.warning("traces and metrics are not sent: %s", problem)
+        yield None
+        return
+    try:
+        yield telemetry
+    finally:
+        telemetry.close()
+
+
+def _start_telemetry(settings: ServeSettings) -> Telemetry:
+    sender = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or OTLP_PROTOCOL
+    if sender != OTLP_PROTOCOL:
+        raise InputError(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is {sender}, and this server sends {OTLP_PROTOCOL}; set "
+            "it to that, and the endpoint to the port that the collector has for it, usually 4318"
+        )
+    try:
+        from packhorse.serve.telemetry import Telemetry
+    except ImportError as error:
+        raise MissingExtra("opentelemetry-exporter-otlp-proto-common", "otel") from error
+    return Telemetry(settings)

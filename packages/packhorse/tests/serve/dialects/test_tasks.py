@@ -11,16 +11,17 @@ import pytest
 LONG = "the cat sat on a red mat " * 20
 # A body of each route with a long text, and whether the server it follows truncates by default.
 ROUTES: dict[str, tuple[dict[str, Any], bool]] = {
-    "/embed": ({"inputs": ["a mat", LONG]}, False),
-    "/embed_all": ({"inputs": LONG}, False),
-    "/predict": ({"inputs": LONG}, False),
-    "/rerank": ({"query": "who sat", "texts": ["a mat", LONG], "model": "ranker"}, False),
-    "/similarity": ({"inputs": {"source_sentence": "a mat", "sentences": [LONG]}}, False),
+    "/embed": ({"inputs": ["a mat", LONG]}, True),
+    "/embed_all": ({"inputs": LONG}, True),
+    "/predict": ({"inputs": LONG}, True),
+    "/rerank": ({"query": "who sat", "texts": ["a mat", LONG], "model": "ranker"}, True),
+    "/similarity": ({"inputs": {"source_sentence": "a mat", "sentences": [LONG]}}, True),
     "/classify": ({"inputs": ["a mat", LONG]}, False),
     "/v1/embeddings": ({"input": ["a mat", LONG]}, True),
     "/v1/rerank": ({"query": "who sat", "documents": ["a mat", LONG], "model": "ranker"}, True),
     "/v2/rerank": ({"query": "who sat", "documents": ["a mat", LONG], "model": "ranker"}, True),
     "/models/tiny": ({"inputs": LONG, "parameters": {"top_k": 1}}, True),
+    "/pipeline/feature-extraction/tiny": ({"inputs": LONG}, True),
 }
 OWN_FIELDS = {"/classify": ("long", "truncate", "error")}  # others have `truncate`
 
@@ -54,9 +55,9 @@ def test_the_request_decides_then_the_settings_then_the_route(servers, path: str
 
 
 def test_info_says_what_these_routes_do(servers) -> None:
-    assert servers[True].get("/info").json()["auto_truncate"] is True
-    for auto in (None, False):
-        assert servers[auto].get("/info").json()["auto_truncate"] is False
+    assert servers[False].get("/info").json()["auto_truncate"] is False
+    for auto in (None, True):
+        assert servers[auto].get("/info").json()["auto_truncate"] is True
 
 
 def test_vectors_are_those_of_the_truncated_text(servers, tiny) -> None:

@@ -118,6 +118,9 @@ class Refusal:
     message: str
 
 
+REQUESTS_PER_CONNECTION = 50
+
+
 class Load:
     """Clients that ask without pause; every vector is compared with the library's."""
 
@@ -175,8 +178,10 @@ class Load:
             try:
                 client.connect()
                 port = client.sock.getsockname()[1]
-                while not self.stopped.is_set() and self._ask(client, chance):
-                    pass
+                # A new connection may come to the front that has none yet.
+                for _ in range(REQUESTS_PER_CONNECTION):
+                    if self.stopped.is_set() or not self._ask(client, chance):
+                        break
             except (OSError, http.client.HTTPException):
                 self.statuses["lost"] += 1
                 self.lost.append(port)

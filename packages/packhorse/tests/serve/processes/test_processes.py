@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import packhorse
+from packhorse.serve.processes import front
 
 from .server import Load, Question, children, questions, total, wait_for
 
@@ -66,6 +67,15 @@ def test_answers_are_those_of_the_library(server, expected, checkpoint_folder) -
         assert client.post("/embed", json={"inputs": ""}).status_code == 400
         for path in ("/ready", "/health", "/info", "/engine", "/"):
             assert client.get(path).status_code == 200, path
+
+
+def test_results_that_a_thread_copies_are_those_of_the_library(server, checkpoint_folder) -> None:
+    texts = [f"w{number} " * 508 for number in range(1, 35)]
+    states = httpx.post(f"{server.url}/embed_all", json={"inputs": texts}, timeout=600).json()
+    plain = [hidden.states for hidden in packhorse.load(checkpoint_folder).hidden(texts)]
+    assert sum(rows.nbytes for rows in plain) > front.MAX_INLINE_BYTES
+    for row, expected in zip(states, plain, strict=True):
+        np.testing.assert_allclose(row, expected, atol=1e-5)
 
 
 def test_truncation_is_told_by_any_front(server, checkpoint_folder) -> None:
@@ -129,7 +139,7 @@ def test_a_client_that_leaves_takes_nothing_with_it(server, expected) -> None:
 
 @pytest.fixture
 def two_engines(start) -> Iterator[Any]:
-    yield start("--devices", "cpu", "--devices", "cpu", "--max-queue-tokens", "700")
+    yield start("--devices", "cpu,cpu", "--max-queue-tokens", "700")
 
 
 def test_two_engines_share_the_work_and_a_full_queue_refuses(two_engines, asked) -> None:
@@ -257,4 +267,5 @@ print(found, torch.cuda.is_available() and torch.version.hip is None)
 
 def test_settings_that_exclude_each_other(cli) -> None:
     assert "both name devices" in cli("serve", "--device", "cpu", "--devices", "cpu").err
+    assert "has an empty name" in cli("serve", "--devices", "cpu,").err
     assert "are for --engine local" in cli("serve", "--engine", "ray", "--fronts", "2").err

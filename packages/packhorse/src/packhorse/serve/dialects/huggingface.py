@@ -395,11 +395,11 @@ def _unwrap(rows: Sequence[Any], is_single: bool) -> Any:
     return rows[0] if is_single else rows
 
 
-def _truncation(body: InferenceRequest, default: bool = True) -> Truncation:
-    """Read the truncation options; the API truncates by default, except for vectors."""
+def _truncation(body: InferenceRequest) -> Truncation:
+    """Read the truncation options; the API truncates by default."""
     truncate = body.truncate_long
     direction = body.option("truncation_direction") or "right"
-    return Truncation.read(truncate, direction, by_default=default)
+    return Truncation.read(truncate, direction, by_default=True)
 
 
 # Tasks -----------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ async def _embed(request: Request, model: ServedModel, body: InferenceRequest) -
         request,
         model,
         texts,
-        _truncation(body, default=False),
+        _truncation(body),
         normalize=body.option("normalize"),
         dimensions=body.option("dimensions"),
         prompt=body.option("prompt_name"),
@@ -483,10 +483,10 @@ async def _classify(request: Request, model: ServedModel, body: InferenceRequest
     truncation = _truncation(body)
     result = await run_task(request, model, "classify", texts, truncation, problem=problem)
     top = body.option("top_k")
-    return [
+    return (
         [{"label": label, "score": score} for label, score in value.scores.items()][:top]
         for value in result.values
-    ]
+    )
 
 
 async def _label(request: Request, model: ServedModel, body: InferenceRequest) -> Any:

@@ -1,7 +1,7 @@
 """text-embeddings-inference's routes: embed, classify, rerank, compare, tokenize, info.
 
-Follows its OpenAPI description (1.8): bodies, answers, response headers, kinds of errors, and that
-a text with more tokens than the model takes is refused (413) unless `truncate` is set. A single
+Follows its OpenAPI description (1.9): bodies, answers, response headers, kinds of errors, and that
+a text with more tokens than the model takes is cut unless `truncate` is false (413). A single
 input of `/embed` is answered with a list of one, a single input of `/predict` without a list. Added
 are `model`, which chooses among several, and `long: "chunk"`, which reads a long text in parts; and
 the two texts of a pair may have any lengths. `/rerank` and `/tokenize` are added by `shared_paths`,
@@ -11,7 +11,7 @@ because vLLM has these paths too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Annotated, Any, Literal, cast
 
@@ -48,7 +48,7 @@ from packhorse.serve.dialects.tasks import Truncation, run_task
 from packhorse.serve.failures import Empty, TooLarge
 from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.settings import ServeSettings
-from packhorse.tokens.tokenizer import NO_LIMIT, Tokenizer
+from packhorse.tokens.tokenizer import NO_LIMIT, Encoding, Tokenizer
 
 # Request bodies --------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ def _add_vectors(post: Post, models: ServedModels) -> None:
         start = perf_counter()
         model = models.find(body.model, "embed")
         texts = as_batch(body.inputs)
-        truncation = Truncation.read(body.truncate, body.truncation_direction, body.long)
+        truncation = _truncation(body.truncate, body.truncation_direction, body.long)
         result = await tasks.embed(
             request,
             model,
@@ -357,7 +357,7 @@ def _add_vectors(post: Post, models: ServedModels) -> None:
         start = perf_counter()
         model = models.find(body.model, "hidden")
         texts = as_batch(body.inputs)
-        truncation = Truncation.read(body.truncate, body.truncation_direction)
+        truncation = _truncation(body.truncate, body.truncation_direction)
         result = await run_task(
             request, model, "hidden", texts, truncation, prompt=body.prompt_name
         )
@@ -379,7 +379,7 @@ def _add_vectors(post: Post, models: ServedModels) -> None:
         start = perf_counter()
         model = models.find(body.model, "sparse")
         texts = as_batch(body.inputs)
-        truncation = Truncation.read(body.truncate, body.truncation_direction)
+        truncation = _truncation(body.truncate, body.truncation_direction)
         result = await run_task(
             request,
             model,
@@ -391,26 +391,21 @@ def _add_vectors(post: Post, models: ServedModels) -> None:
             top_k=body.top_k,
         )
         tokenizer = model.encoder.tokenizer if body.format == "words" else None
-        rows = await asyncio.to_thread(sparse_rows, result.values, tokenizer)
+        rows = sparse_rows(result.values, tokenizer)
         return timed_response(rows, result, model, texts, start)
 
 
 def sparse_rows(
     vectors: Sequence[SparseVector], tokenizer: Tokenizer | None
-) -> list[list[dict[str, float]]] | list[dict[str, float]]:
-    """Return the fields of `SparseVectors`; with a tokenizer, words instead of their numbers."""
-    if tokenizer is not None:
-        return [
-            dict(zip(words(vector, tokenizer), vector.weights.tolist(), strict=True))
-            for vector in vectors
-        ]
-    return [
-        [
-            {"index": index, "value": value}
-            for index, value in zip(vector.indices.tolist(), vector.weights.tolist(), strict=True)
-        ]
-        for vector in vectors
-    ]
+) -> Iterator[list[dict[str, float]] | dict[str, float]]:
+    """Yield the fields of `SparseVectors`; with a tokenizer, words instead of their numbers."""
+    for vector in vectors:
+        weights = vector.weights.tolist()
+        if tokenizer is not None:
+            yield dict(zip(words(vector, tokenizer), weights, strict=True))
+        else:
+            pairs = zip(vector.indices.tolist(), weights, strict=True)
+            yield [{"index": index, "value": weight} for index, weight in pairs]
 
 
 def _add_scores(post: Post, models: ServedModels) -> None:
@@ -420,14 +415,14 @@ def _add_scores(post: Post, models: ServedModels) -> None:
         start = perf_counter()
         model = models.find(body.model, "classify")
         texts, is_single = as_sequences(body.inputs)
-        truncation = Truncation.read(body.truncate, body.truncation_direction)
+        truncation = _truncation(body.truncate, body.truncation_direction)
         problem = problem_of(model, body.raw_scores)
         result = await run_task(request, model, "classify", texts, truncation, problem=problem)
-        rows = [
+        rows = (
             [{"score": score, "label": label} for label, score in value.scores.items()]
             for value in result.values
-        ]
-        return timed_response(rows[0] if is_single else rows, result, model, texts, start)
+        )
+        return timed_response(next(rows) if is_single else rows, result, model, texts, start)
 
 
 def _add_tokens(post: Post, models: ServedModels, settings: ServeSettings) -> None:
@@ -448,7 +443,7 @@ async def rerank(request: Request, models: ServedModels, body: RerankRequest) ->
     """Answer `/rerank` with `texts`."""
     start = perf_counter()
     model = models.find(body.model, "rerank")
-    truncation = Truncation.read(body.truncate, body.truncation_direction)
+    truncation = _truncation(body.truncate, body.truncation_direction)
     ranked, result = await tasks.rerank(
         request, model, body.query, body.texts, truncation, body.top_n, body.raw_scores
     )
@@ -475,10 +470,13 @@ async def tokenize(
         )
     texts = cast("list[str]", prompted(model.encoder, texts, body.prompt_name))
     tokenizer = model.encoder.tokenizer
-    # The response is written in the thread too: there are many small objects.
-    return await asyncio.to_thread(
-        lambda: json_response(token_rows(tokenizer, texts, body.add_special_tokens))
-    )
+    encodings = await asyncio.to_thread(tokenizer.encode, texts, NO_LIMIT)
+    return json_response(token_rows(tokenizer, encodings, body.add_special_tokens))
+
+
+def _truncation(truncate: bool | None, direction: str, long: str | None = None) -> Truncation:
+    """Combine the fields of a body; theirs has cut by default since 1.9."""
+    return Truncation.read(truncate, direction, long, by_default=True)
 
 
 def as_batch(inputs: str | Sequence[Any]) -> list[TaskInput]:
@@ -514,7 +512,7 @@ async def similarities(
     if len(texts) < 2:
         raise Empty("there is no sentence to compare with")
     options = parameters or SimilarityParameters()
-    truncation = Truncation.read(options.truncate, options.truncation_direction)
+    truncation = _truncation(options.truncate, options.truncation_direction)
     result = await tasks.embed(
         request, model, texts, truncation, normalize=True, prompt=options.prompt_name
     )
@@ -555,28 +553,23 @@ def _characters(text: Any) -> int:
 
 
 def token_rows(
-    tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool
-) -> list[list[dict[str, Any]]]:
-    """Return the tokens of each text, with the fields of `Token`."""
-    rows: list[list[dict[str, Any]]] = []
-    for encoding in tokenizer.encode(texts, NO_LIMIT):
+    tokenizer: Tokenizer, encodings: Sequence[Encoding], add_special_tokens: bool
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the tokens of each text, with the fields of `Token`."""
+    for encoding in encodings:
         selected = slice(None) if add_special_tokens else encoding.spans[0]
         columns = (encoding.ids[selected], encoding.special[selected], encoding.offsets[selected])
-        rows.append(
-            [
-                {
-                    "id": id,
-                    "text": tokenizer.token(id),
-                    "special": special,
-                    "start": None if special else start,
-                    "stop": None if special else stop,
-                }
-                for id, special, (start, stop) in zip(
-                    *(column.tolist() for column in columns), strict=True
-                )
-            ]
-        )
-    return rows
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        yield [
+            {
+                "id": id,
+                "text": tokenizer.token(id),
+                "special": special,
+                "start": None if special else start,
+                "stop": None if special else stop,
+            }
+            for id, special, (start, stop) in rows
+        ]
 
 
 def describe_server(models: ServedModels, settings: ServeSettings) -> dict[str, Any]:
@@ -592,7 +585,7 @@ def describe_server(models: ServedModels, settings: ServeSettings) -> dict[str, 
         "max_batch_tokens": model.runner.shape.tokens,
         "max_batch_requests": None,
         "max_client_batch_size": min(settings.max_batch_inputs, settings.max_queue_inputs),
-        "auto_truncate": bool(settings.auto_truncate),
+        "auto_truncate": settings.auto_truncate is not False,
         "tokenization_workers": 1,
         "version": __version__,
         "sha": None,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from base64 import b64encode
 from functools import cache, partial
 from hashlib import sha256
@@ -25,7 +24,7 @@ from fastapi import FastAPI, Query
 from pydantic import BaseModel, Field
 from starlette.responses import HTMLResponse, Response
 
-from packhorse.runtime.statistics import RECENT, BatchRecord, throughput
+from packhorse.runtime.statistics import RECENT
 from packhorse.serve.calls import json_response
 from packhorse.serve.dialects.schemas import (
     GET_STATUSES,
@@ -33,11 +32,15 @@ from packhorse.serve.dialects.schemas import (
     TeiError,
     error_responses,
 )
-from packhorse.serve.hosting import OtherProcesses, ServedModel, ServedModels
+from packhorse.serve.hosting import (
+    THROUGHPUT_SECONDS,
+    OtherProcesses,
+    ServedModels,
+    describe_engine,
+)
 from packhorse.serve.page import reference
 from packhorse.serve.settings import ServeSettings
 
-THROUGHPUT_SECONDS = 5.0
 Count = Annotated[int, Query(ge=0, le=RECENT, description="How many of the last batches to list.")]
 
 
@@ -143,48 +146,3 @@ def _hashes(html: str, tag: str) -> str:
     contents = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     digests = [b64encode(sha256(content.encode()).digest()).decode() for content in contents]
     return " ".join(f"'sha256-{digest}'" for digest in digests)
-
-
-def describe_engine(model: ServedModel, count: int) -> dict[str, Any]:
-    """Return what the page shows of a model's engine, with its last `count` batches."""
-    runner = model.runner
-    now = time.monotonic()
-    shape = runner.shape
-    stats = runner.stats()
-    recent = runner.recent()
-    listed = recent[len(recent) - min(count, len(recent)) :]
-    # Only the mask mode has separate rows; otherwise sequences lie end to end over the whole batch.
-    has_rows = shape.mode == "mask"
-    tokenizer = model.encoder.tokenizer
-    used = sum(batch.used for batch in listed)
-    computed = sum(batch.tokens for batch in listed)
-    return {
-        "name": model.name,
-        "alive": runner.alive,
-        "mask": None if tokenizer.mask_id is None else tokenizer.token(tokenizer.mask_id),
-        "mode": shape.mode,
-        "rows_a_batch": shape.rows if has_rows else 1,
-        "row_tokens": shape.capacity if has_rows else shape.tokens,
-        "waiting_inputs": stats.waiting_requests,
-        "waiting_tokens": stats.waiting_tokens,
-        "most_waiting_tokens": runner.max_waiting_tokens,
-        "running_inputs": stats.running_requests,
-        "tokens_per_second": throughput(recent, now, THROUGHPUT_SECONDS),
-        "fill": used / max(1, computed),
-        "p50_ms": stats.p50_ms,
-        "p99_ms": stats.p99_ms,
-        "queue_ms": stats.queue_ms,
-        "compute_ms": stats.compute_ms,
-        "batches": [_describe_batch(batch, now) for batch in listed],
-    }
-
-
-def _describe_batch(batch: BatchRecord, now: float) -> dict[str, Any]:
-    return {
-        "number": batch.number,
-        "seconds_ago": now - batch.ended,
-        "ms": 1e3 * batch.seconds,
-        "tokens": batch.tokens,
-        "fill": batch.fill,
-        "rows": batch.rows,
-    }

@@ -34,11 +34,10 @@ from packhorse.errors import PackhorseError, RequestFailed, RunnerStopped
 from packhorse.runtime.admission import PackedFuture
 from packhorse.runtime.runner import PackRunner
 from packhorse.runtime.tasks import InferenceJob
-from packhorse.serve import hosting, life, logs
-from packhorse.serve.connections import trim_memory
-from packhorse.serve.hosting import ServedModel, ServedModels
+from packhorse.serve import hosting, logs
+from packhorse.serve.hosting import ServedModel, ServedModels, describe_engine
+from packhorse.serve.memory import trim_memory
 from packhorse.serve.metrics import Metrics, families_to_json
-from packhorse.serve.page import describe_engine
 from packhorse.serve.processes.arena import Arena
 from packhorse.serve.processes.descriptions import describe
 from packhorse.serve.processes.messages import (
@@ -53,6 +52,7 @@ from packhorse.serve.processes.messages import (
     unpack_cancel,
 )
 from packhorse.serve.settings import ServeSettings
+from packhorse.serve.starting import open_telemetry
 from packhorse.serve.streams import StreamResult, pack_info, start
 
 POLL_SECONDS = 0.5  # how often a dead runner is looked for
@@ -436,11 +436,11 @@ def main(control: Control) -> int:
     except PackhorseError as error:
         control.send({"kind": "failed", "error": type(error).__name__, "message": str(error)})
         return EXIT_NOT_OPENED
-    gc.collect()
-    gc.freeze()  # models and code live as long as the process; never scan them again
     control.send({"kind": "models", "models": described})
+    gc.collect()  # while fronts make their part of the models
+    gc.freeze()  # models and code live as long as the process; never scan them again
     process = EngineProcess(control, settings, models, places, message["labels"])
-    with life.open_telemetry(settings) as telemetry:
+    with open_telemetry(settings) as telemetry:
         if telemetry is not None:
             telemetry.observe(process.metrics.read_figures)
         process.run()

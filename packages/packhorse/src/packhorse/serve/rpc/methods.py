@@ -23,6 +23,7 @@ from packhorse.serve.failures import Empty
 from packhorse.serve.hosting import ServedModels
 from packhorse.serve.pack_info import PackInfo
 from packhorse.serve.settings import ServeSettings
+from packhorse.tokens.tokenizer import NO_LIMIT
 
 DIRECTIONS = {0: "Right", 1: "Left"}
 MODEL_TYPES = {"embedding": 0, "classifier": 1, "reranker": 2}
@@ -206,7 +207,9 @@ async def tokenize(call: RpcCall, message: Any) -> Any:
     texts = cast("list[str]", prompted(model.encoder, [message.inputs], prompt))
 
     def build() -> Any:
-        (rows,) = tei.token_rows(model.encoder.tokenizer, texts, message.add_special_tokens)
+        tokenizer = model.encoder.tokenizer
+        encodings = tokenizer.encode(texts, NO_LIMIT)
+        (rows,) = tei.token_rows(tokenizer, encodings, message.add_special_tokens)
         tokens = [call.make("SimpleToken", **row) for row in rows]
         return call.make("EncodeResponse", tokens=tokens)
 
