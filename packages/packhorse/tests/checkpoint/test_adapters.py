@@ -320,6 +320,15 @@ def test_settings_that_would_change_results(
         checkpoint.load(tmp_path / "base", adapter=folder)
 
 
+def test_an_adapter_of_itself_or_of_another_is_refused(tmp_path: Path) -> None:
+    own, other = tmp_path / "lora", tmp_path / "other"
+    write(own, pair(), base_model_name_or_path=str(own))
+    write(other, pair(), base_model_name_or_path=str(own))
+    for folder in (own, other):
+        with pytest.raises(CheckpointError, match="lora is an adapter too, and has no weights"):
+            checkpoint.load(folder)
+
+
 def test_allowed_patterns_are_decided_soon(transformers: ModuleType, tmp_path: Path) -> None:
     """The worst that is let through: long names that nearly match, two repetitions."""
     make_base(transformers, tmp_path / "base", "Bert", "Model")
