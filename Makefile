@@ -23,6 +23,7 @@
 #   make test WORKERS=0                  in one process, for a debugger; two share the files else
 #   make test PACKHORSE_CPU=avx2         on a processor with AVX2 only, or one that pretends to it
 #   make test-machines LANES="avx2 home" some of the lanes of checks/machines/lanes.py
+#   make test-machines LANES="haswell --all"  all of make test in a lane
 #   make demo PYTHON=python3.12          another interpreter, for a fresh .venv
 #   make test TORCH=torch==2.11.0 CONSTRAINTS=/dev/null     another torch, newest of the rest
 #

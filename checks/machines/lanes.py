@@ -4,8 +4,9 @@ Each lane takes something away (instructions, the compiler, a folder, the networ
 and runs the tests that are marked `machine`; those of checks/machines know which lane they are in,
 by PACKHORSE_TEST_LANE. A lane that cannot be set up here is skipped, and the reason is told.
 
-    make test-machines                      every lane
-    make test-machines LANES="avx2 home"    some of them
+    make test-machines                            every lane
+    make test-machines LANES="avx2 home"          some of them
+    make test-machines LANES="haswell --all"      the whole `make test` there
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -187,8 +189,8 @@ LANES = {
 }
 
 
-def run(name: str, arguments: list[str]) -> str:
-    """Run a lane; "passed", "failed", or why it was skipped."""
+def run(name: str, arguments: list[str], whole: bool = False) -> str:
+    """Run a lane, its own tests or `make test`; "passed", "failed", or why it was skipped."""
     lane = LANES[name]
     print(f"== {name}: {lane.description}", flush=True)
     with tempfile.TemporaryDirectory(prefix="packhorse-lane-") as folder:
@@ -198,9 +200,14 @@ def run(name: str, arguments: list[str]) -> str:
             return f"skipped: {reason}"
         with removed_at_the_end(surroundings):
             pytest = [sys.executable, "-m", "pytest", "-q", "-m", lane.select]
-            command = [*surroundings.prefix, *pytest, "-p", "no:cacheprovider", *arguments]
+            tests = [*pytest, "-p", "no:cacheprovider", *arguments]
+            if whole:
+                tests = ["make", "test", f"ARGS={shlex.join(arguments)}"]
             status = subprocess.run(
-                command, cwd=REPOSITORY, env=environment(name, surroundings), check=False
+                [*surroundings.prefix, *tests],
+                cwd=REPOSITORY,
+                env=environment(name, surroundings),
+                check=False,
             ).returncode
     return "passed" if status == 0 else f"failed (exit status {status})"
 
@@ -220,10 +227,12 @@ def removed_at_the_end(surroundings: Surroundings) -> Iterator[None]:
 
 
 def main(words: list[str]) -> int:
-    """Run the lanes that are named, or all; arguments of pytest follow `--`."""
+    """Run the lanes that are named, or every one; arguments of pytest follow `--`."""
     names, arguments = words, []
     if "--" in words:
         names, arguments = words[: words.index("--")], words[words.index("--") + 1 :]
+    whole = "--all" in names
+    names = [name for name in names if name != "--all"]
     unknown = [name for name in names if name not in LANES]
     if unknown:
         print(f"unknown lane {unknown[0]!r}; there are {', '.join(LANES)}", file=sys.stderr)
@@ -231,7 +240,7 @@ def main(words: list[str]) -> int:
     outcomes = {}
     for name in names or LANES:
         start = time.monotonic()
-        outcome = run(name, arguments)
+        outcome = run(name, arguments, whole)
         outcomes[name] = f"{outcome}, {time.monotonic() - start:.0f} s"
     print()
     for name, outcome in outcomes.items():

@@ -22,6 +22,8 @@ pytestmark = [
         "PACKHORSE_TEST_LANE" not in os.environ, reason="make test-machines runs it"
     ),
 ]
+ALONE = ("--beside", "none")
+CLEANING = ("--documents", "lines", "--dedup", "near", "--report-languages")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 # Every address that Python is asked to look up or to connect to, unless it is this machine's own.
 PROGRAM = """
@@ -54,7 +56,7 @@ def run(*commands: tuple[object, ...], **environment: str) -> dict:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
     )
     assert completed.returncode == 0, completed.stderr
@@ -82,6 +84,10 @@ def test_no_command_opens_a_socket_to_the_outside(
     _remember(snapshot, PATTERNS)  # as after it was fetched: tests/checkpoint/test_hub.py
     texts = tmp_path / "texts.txt"
     texts.write_text("w1 w2 w3\nw4\n" * 20)
+    many = tmp_path / "many.txt"
+    many.write_text("".join(f"w{n} w{n + 1} w{n + 2}\n" for n in range(30)))
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("score\tsentence1\tsentence2\n" + "1.5\tw1 w2\tw3\n4.0\tw4\tw4 w5\n" * 9)
     result = run(
         ("run", "w1 w2", "--model", "someone/tiny", "--json"),
         ("inspect", "someone/tiny"),
@@ -89,14 +95,18 @@ def test_no_command_opens_a_socket_to_the_outside(
         ("waste", texts, "--model", "someone/tiny"),
         ("verify", "someone/tiny", "someone/tiny"),
         ("prove", "someone/tiny", "--dtype", "fp32", "--kernel", "reference", "--packs", "1"),
+        ("quantize", "someone/tiny", tmp_path / "int8", "--calibrate", many, "--allow-loss"),
         ("data", "build", texts, tmp_path / "corpus", "--tokenizer", "someone/tiny"),
+        ("data", "build", texts, tmp_path / "other", "--tokenizer", "someone/tiny", *CLEANING),
+        ("evaluate", "--task", "sts", "--model", "someone/tiny", "--input", pairs, *ALONE),
+        ("monitor", "--json"),
         ("doctor",),
         HF_HOME=str(hub),
         HF_HUB_OFFLINE="0",
         HF_ENDPOINT="http://192.0.2.1:9",
         PACKHORSE_CACHE=str(cache),
     )
-    assert result["codes"] == [0] * 8, result["stderr"]
+    assert result["codes"] == [0] * 12, result["stderr"]
     assert result["outside"] == []
 
 

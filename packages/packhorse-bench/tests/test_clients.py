@@ -36,7 +36,7 @@ class Server:
         return self.pool.submit(self.answer)
 
     def answer(self) -> None:
-        assert self.begin.wait(10)
+        assert self.begin.wait(120)
         time.sleep(0.002)
         with self.lock:
             self.waiting -= 1

@@ -82,7 +82,7 @@ def test_processor_time_is_that_of_a_process_and_all_below_it() -> None:
     )
     process = subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 240
         seconds: dict[int, float] = {}
         while sum(seconds.values()) < 0.2 and time.monotonic() < deadline:
             time.sleep(0.05)

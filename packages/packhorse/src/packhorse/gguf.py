@@ -2,7 +2,8 @@
 
 GGUF is llama.cpp's format of models: little-endian, a list of keys with typed values, a list of
 tensors, and their numbers from the next multiple of the alignment on. Everything is bounded by the
-size of the file before it is allocated. Nothing here knows what keys or tensors mean.
+size of the file before it is allocated, and texts besides in number and length, because a text of
+two bytes takes sixty in Python. Nothing here knows what keys or tensors mean.
 
 Follows https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
 """
@@ -22,10 +23,12 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 KEY_LIMIT = 10_000  # llama.cpp's own files have some 40
 TENSOR_LIMIT = 10_000  # BERT-Large has 400
-ITEM_LIMIT = 5_000_000  # of a list; the largest vocabularies have a fifth of it
+TEXT_LIMIT = 600_000  # of the whole file; XLM-R's vocabulary has 250,002
+TEXT_BYTES_LIMIT = 8 << 20  # of all texts together; that vocabulary has 2 MiB
 RANK_LIMIT = 4  # ggml's own
 SIZE_LIMIT = 1 << 40  # of an axis
 STRING, LIST = 8, 9
+LENGTH = struct.Struct("<Q")
 # Type of a value → that of numpy.
 NUMBERS = {
     0: "<u1",
@@ -117,6 +120,8 @@ class _Header:
         self.file = file
         self.size = file.seek(0, 2)
         self.at = file.seek(0)
+        self.texts = 0
+        self.text_bytes = 0
 
     def take(self, count: int) -> bytes:
         """The next bytes; raises if the file has fewer, before any are read."""
@@ -129,16 +134,25 @@ class _Header:
         return np.frombuffer(self.take(np.dtype(kind).itemsize), kind)[0].item()
 
     def count(self, limit: int, items: str) -> int:
-        (count,) = struct.unpack("<Q", self.take(8))
+        (count,) = LENGTH.unpack(self.take(LENGTH.size))
         if count > limit:
             raise CheckpointError(f"byte {self.at}: {count} {items}, more than {limit}")
         return count
 
     def text(self) -> str:
+        (length,) = LENGTH.unpack(self.take(LENGTH.size))
+        begin = self.at
+        text = self.take(length)
+        self.texts += 1
+        self.text_bytes += length
+        if self.texts > TEXT_LIMIT or self.text_bytes > TEXT_BYTES_LIMIT:
+            raise CheckpointError(
+                f"byte {begin}: more than {TEXT_LIMIT} texts, or {TEXT_BYTES_LIMIT} bytes of them"
+            )
         try:
-            return self.take(self.number("<u8")).decode()
+            return text.decode()
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"byte {self.at}: a text that is not UTF-8") from error
+            raise CheckpointError(f"byte {begin}: a text that is not UTF-8") from error
 
     def value(self, kind: int, key: str) -> Any:
         """The value of a key: a number, a text, an array of numbers, or a list of texts."""
@@ -149,10 +163,10 @@ class _Header:
         if kind != LIST:
             raise CheckpointError(f"byte {self.at}: {key!r} has a value of the unknown type {kind}")
         inner = self.number("<u4")
-        count = self.count(ITEM_LIMIT, f"items of {key!r}")
         if inner in NUMBERS:
             dtype = np.dtype(NUMBERS[inner])
+            count = self.count(self.size // dtype.itemsize, f"numbers of {key!r}")
             return np.frombuffer(self.take(count * dtype.itemsize), dtype)
         if inner != STRING:
             raise CheckpointError(f"byte {self.at}: {key!r} is a list of the unknown type {inner}")
-        return [self.text() for _ in range(count)]
+        return [self.text() for _ in range(self.count(TEXT_LIMIT, f"texts of {key!r}"))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -300,6 +301,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no rank": ({"r": "2"}, "rank_pattern gives .* '2', which is not a positive number"),
     "a pattern": ({"rank_pattern": {"(": 2}}, "which is no pattern"),
     "no patterns": ({"alpha_pattern": [1]}, "alpha_pattern .* does not map names to numbers"),
+    "a repeated group": ({"rank_pattern": {"(a+)+": 2}}, "can take very long to match"),
+    "many groups": ({"alpha_pattern": {"(a|a)" * 30: 2}}, "can take very long to match"),
+    "many repetitions": ({"alpha_pattern": {".*" * 9 + "x": 2}}, "can take very long to match"),
+    "many options": ({"alpha_pattern": {"a?" * 30 + "x": 2}}, "can take very long to match"),
     "magnitudes": ({"use_dora": True}, "use_dora and the magnitudes in the file do not agree"),
 }
 
@@ -313,6 +318,26 @@ def test_settings_that_would_change_results(
     folder = write(tmp_path / "lora", pair(), **settings)
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load(tmp_path / "base", adapter=folder)
+
+
+def test_an_adapter_of_itself_or_of_another_is_refused(tmp_path: Path) -> None:
+    own, other = tmp_path / "lora", tmp_path / "other"
+    write(own, pair(), base_model_name_or_path=str(own))
+    write(other, pair(), base_model_name_or_path=str(own))
+    for folder in (own, other):
+        with pytest.raises(CheckpointError, match="lora is an adapter too, and has no weights"):
+            checkpoint.load(folder)
+
+
+def test_allowed_patterns_are_decided_soon(transformers: ModuleType, tmp_path: Path) -> None:
+    """The worst that is let through: long names that nearly match, two repetitions."""
+    make_base(transformers, tmp_path / "base", "Bert", "Model")
+    module = "base_model.model." + "a." * 250
+    folder = write(tmp_path / "lora", pair(module), rank_pattern={".*a.*b": 2})
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match="which this model does not have"):
+        checkpoint.load(tmp_path / "base", adapter=folder)
+    assert time.process_time() - start < 60
 
 
 def test_what_does_not_fit(transformers: ModuleType, tmp_path: Path) -> None:

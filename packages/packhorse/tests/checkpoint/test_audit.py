@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from packhorse import checkpoint
 
-FORMATS = ("hf", "tf1", "onnx", "torch", "frozen")
+FORMATS = ("hf", "tf1", "onnx", "torch", "frozen", "gguf", "int8", "adapter")
 AUDITED = """
 import json, sys
 seen = []
@@ -45,7 +46,6 @@ print(json.dumps(seen))
 @pytest.fixture(scope="module")
 def models(save_once: Any, tf: Any, tf_bert: Any, tmp_path_factory: Any) -> dict[str, Path]:
     """One small model in every format, each in a folder of its own."""
-    import torch
     from safetensors.torch import load_file
 
     home = tmp_path_factory.mktemp("audit")
@@ -61,7 +61,26 @@ def models(save_once: Any, tf: Any, tf_bert: Any, tmp_path_factory: Any) -> dict
     for path in (home / "frozen").glob("*ckpt*"):
         path.unlink()
     (home / "frozen" / "checkpoint").unlink()
+    checkpoint.write(home / "int8", loaded, int8=True)
+    (home / "gguf").mkdir()
+    shutil.copy(Path(__file__).parent / "ggufs" / "bert.gguf", home / "gguf" / "model.gguf")
+    shutil.copytree(home / "hf", home / "adapter" / "base")
+    write_adapter(home / "adapter", base=home / "adapter" / "base")
     return {name: home / name for name in FORMATS}
+
+
+def write_adapter(folder: Path, base: Path | str) -> Path:
+    """An adapter of one weight of the model above."""
+    from safetensors.torch import save_file
+
+    weight = "base_model.model.encoder.layer.0.attention.self.query"
+    narrow = {f"{weight}.lora_A.weight": torch.ones(1, 16)}
+    folder.mkdir(exist_ok=True)
+    wide = {f"{weight}.lora_B.weight": torch.ones(16, 1)}
+    save_file(narrow | wide, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "base_model_name_or_path": str(base)}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +115,13 @@ def test_only_the_folders_own_files(format: str, models: dict[str, Path], tmp_pa
     seen = audit(second, models[format])
     assert any(event == "open" for event, _ in seen)
     assert strange(seen, models[format]) == []
+
+
+def test_an_adapter_opens_the_base_that_it_names(models: dict[str, Path], tmp_path: Path) -> None:
+    base = shutil.copytree(models["hf"], tmp_path / "base")
+    folder = write_adapter(tmp_path / "lora", base)
+    opened = strange(audit(models["adapter"], folder), folder)
+    assert opened and strange(opened, base) == []
 
 
 def test_the_hook_sees_a_file_from_elsewhere(models: dict[str, Path], tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -211,7 +213,8 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value)) + value.encode()
+    data = value.encode()
+    return struct.pack("<Q", len(data)) + data
 
 
 def changed(name: str, kind: int) -> bytes:
@@ -313,6 +316,55 @@ def test_bad_files(case: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         load(path)
     assert str(path) in str(caught.value) and len(str(caught.value)) < 600
+
+
+KEYS = 16  # the byte at which their number stands
+
+
+def with_keys(data: bytes, *keys: bytes) -> bytes:
+    (count,) = struct.unpack_from("<Q", data, KEYS)
+    return data[:KEYS] + struct.pack("<Q", count + len(keys)) + b"".join(keys) + data[KEYS + 8 :]
+
+
+def list_of(value: str, count: int) -> bytes:
+    return text(f"x.{count}") + struct.pack("<IIQ", 9, 8, count) + text(value) * count
+
+
+TOO_MUCH: dict[str, tuple[bytes, ...]] = {
+    "a long list": (list_of("ab", 5_000_000),),
+    "many lists": tuple(list_of("a\N{GRINNING FACE}", 90_000 + number) for number in range(50)),
+    "one long text": (text("x") + struct.pack("<I", 8) + text("a\N{GRINNING FACE}" * 8_000_000),),
+}
+MEASURED = """
+import resource, sys, time
+from packhorse import checkpoint
+def most(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+good, *bad = sys.argv[1:]
+checkpoint.load(good)
+before = most()
+for path in bad:
+    start = time.process_time()
+    try:
+        checkpoint.load(path)
+    except checkpoint.CheckpointError as error:
+        print((most() - before) / 1024, time.process_time() - start, error)
+"""
+
+
+def test_texts_take_little_memory_and_time(tmp_path: Path) -> None:
+    good = FILES / "bert.gguf"
+    paths = [tmp_path / f"{number}.gguf" for number in range(len(TOO_MUCH))]
+    for path, keys in zip(paths, TOO_MUCH.values(), strict=True):
+        path.write_bytes(with_keys(good.read_bytes(), *keys))
+    command = [sys.executable, "-c", MEASURED, str(good), *map(str, paths)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    smallest = min(path.stat().st_size for path in paths)
+    for path, line in zip(paths, ran.stdout.splitlines(), strict=True):
+        memory, seconds, message = line.split(maxsplit=2)
+        assert str(path) in message
+        assert "5000000 texts of" in message or "more than 600000 texts, or" in message
+        assert float(memory) < smallest / 2**20 + 64
+        assert float(seconds) < 20  # of the processor; the first took 106 without the limits
 
 
 def test_every_truncation_is_an_error(tmp_path: Path) -> None:

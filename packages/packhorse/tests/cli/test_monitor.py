@@ -158,7 +158,7 @@ class Terminal:
         except OSError:
             pass
         os.close(self.main)
-        return self.process.wait(10)
+        return self.process.wait(120)
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,8 @@ def test_attention_that_is_no_encoders_is_refused(make, padded: Batch, flat: Bat
         hf.packed(make("modernbert"))(**with_a_hole(padded))
     with pytest.raises(InputError, match="position_bias"):
         attend(torch.nn.Identity(), q, q, q, None, position_bias=q)
+    with pytest.raises(InputError, match="Identity cannot tell whether a row"):
+        attend(torch.nn.Identity(), q, q, q, None)
 
 
 def test_boundaries_that_do_not_fit_are_refused(make, padded: Batch, flat: Batch) -> None:

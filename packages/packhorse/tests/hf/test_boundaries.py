@@ -101,6 +101,35 @@ def test_positions_are_seen_however_they_are_passed(make, sequences: Features, f
     assert far(changed(ids, position_ids=positions)[0][0], expected) > 1e-3
 
 
+def test_a_config_changed_by_hand_mixes_nothing(make, sequences: Features, flatten, padded) -> None:
+    """Written into the config, our attention comes without the hook that reads position ids."""
+    hf.register()
+    expected, batch = alone(make("bert", attention="eager"), sequences), flatten()
+    model = make("bert", attention="eager")
+    model.config._attn_implementation = "packhorse"
+    for unread in (batch, padded):
+        with pytest.raises(InputError, match=r"by its config alone.*set_attn_implementation"):
+            model(**unread)
+    told = flatten(return_flash_attn_kwargs=True)
+    assert far(model(**told)[0][0], expected) <= 1e-5
+    for prepare in (lambda model: model.set_attn_implementation("packhorse"), hf.packed):
+        model = make("bert", "AutoModelForMaskedLM", attention="eager")
+        scores = alone(model, sequences)
+        model.config._attn_implementation = "packhorse"
+        prepare(model)
+        assert far(model(**batch).logits[0], scores) <= 1e-5
+
+
+def test_a_model_that_shares_its_config_with_ours_mixes_nothing(make, flatten) -> None:
+    hf.register()
+    model = make("bert", attention="eager")
+    twin = type(model)(model.config)
+    model.set_attn_implementation("packhorse")
+    assert twin.config is model.config
+    with pytest.raises(InputError, match="by its config alone"):
+        twin(**flatten())
+
+
 def test_a_head_tells_its_encoder(make, sequences: Features, flatten) -> None:
     hf.register()
     eager = make("bert", "AutoModelForMaskedLM", attention="eager")
@@ -132,6 +161,14 @@ def test_padded_rows_may_be_numbered_in_every_way(make, padded: Batch) -> None:
         batch = {**padded, "position_ids": positions}
         real = mask.bool()
         assert far(packed(**batch)[0][real], eager(**batch)[0][real]) <= 1e-5
+
+
+def test_a_ready_made_mask_of_ones_is_refused_too(make, flatten) -> None:
+    """What it says of the texts in a row is not what their positions say."""
+    model, batch = hf.packed(make("bert")), flatten()
+    columns = batch["input_ids"].shape[1]
+    with pytest.raises(InputError, match="ready-made mask"):
+        model(**batch, attention_mask=torch.ones(1, columns, columns, dtype=torch.long))
 
 
 REFUSED: dict[str, tuple[str, Batch, str]] = {
@@ -171,7 +208,7 @@ def test_what_stays_ambiguous_is_refused(make, case: str) -> None:
 
 
 def test_a_model_that_takes_no_positions(make, flatten) -> None:
-    hook = AddBoundaries(("input_ids", "attention_mask"))
+    hook = AddBoundaries(("input_ids", "attention_mask"), open_ended=True)
     with pytest.raises(InputError, match="BertModel takes no position_ids"):
         hook(hf.packed(make("bert")), (), flatten())
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 import packhorse
+from packhorse.errors import RunnerStopped
 from packhorse.packing.batch import Packed
 from packhorse.runtime import cores
 from packhorse.runtime.batches import LaunchedBatch
@@ -222,6 +224,49 @@ def test_an_error_of_a_part_is_that_of_the_batch_and_of_no_other(
         assert [i for i, error in enumerate(outcomes) if error] == [20]
 
 
+@needs_openmp
+def test_closing_at_any_moment_while_others_use_the_groups(
+    tiny: Callable[[str], Path], small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runners and direct calls share the groups; who got a future gets an answer or an error."""
+    encoder = load(tiny("embed"))
+    expected = encoder.embed(TEXTS)
+    counts = count_parts(monkeypatch)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for number in range(6):
+            limits = {"max_waiting_requests": 1000, "max_waiting_tokens": 100_000}
+            runner = PackRunner(encoder, capacity=64, rows=8, publish=False, **limits)
+
+            def client(begin: int, runner: PackRunner = runner, number: int = number) -> None:
+                futures = []
+                with suppress(RunnerStopped):
+                    for text in TEXTS[begin:]:
+                        futures.append(runner.submit(text))
+                for place, future in enumerate(futures, begin):
+                    if (error := future.exception(120)) is None:
+                        assert np.allclose(future.result(), expected[place], atol=1e-5)
+                    else:
+                        assert isinstance(error, RunnerStopped) and number % 2 == 0
+
+            def closer(runner: PackRunner = runner, number: int = number) -> None:
+                encoder.embed(TEXTS[:20])
+                runner.close(drain=bool(number % 2))
+
+            with ThreadPoolExecutor(6) as pool:
+                others = [pool.submit(client, begin) for begin in (0, 1, 2)]
+                others.append(pool.submit(closer))
+                direct = [pool.submit(encoder.embed, TEXTS) for _ in range(2)]
+                assert all(np.array_equal(future.result(120), expected) for future in direct)
+                for future in others:
+                    future.result(120)
+    finally:
+        sys.setswitchinterval(before)
+    assert max(counts) > 1
+    assert np.array_equal(encoder.embed(TEXTS), expected)
+
+
 def test_small_batches_and_other_layouts_run_as_a_whole(
     tiny: Callable[[str], Path], threads: Callable[[int], None]
 ) -> None:
@@ -267,7 +312,7 @@ def test_groups_work_on_cores_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cores, "own_cores", lambda count: [100_000 + n for n in range(count)])
     groups = CoreGroups(2, 1)
     results = [groups.submit(lambda n=n: n + 1) for n in range(4)]
-    assert [result.result(30) for result in results] == [1, 2, 3, 4]
+    assert [result.result(300) for result in results] == [1, 2, 3, 4]
 
 
 AT_THE_END = """
@@ -342,7 +387,7 @@ def test_groups_are_bound_to_cores_of_their_own(monkeypatch: pytest.MonkeyPatch)
     both = threading.Barrier(2)
 
     def where() -> set[int]:
-        both.wait(30)
+        both.wait(300)
         return os.sched_getaffinity(0)
 
     futures = [groups.submit(where) for _ in range(2)]

@@ -44,13 +44,13 @@ def test_stages_overlap() -> None:
     def read() -> Iterator[int]:
         yield 0
         yield 1
-        assert writing.wait(30), "nothing is written while more is read"
+        assert writing.wait(300), "nothing is written while more is read"
         reading.set()
         yield 2
 
     def compute(item: int) -> int:
         if item == 1:
-            assert reading.wait(30), "nothing is read while the model runs"
+            assert reading.wait(300), "nothing is read while the model runs"
         return item
 
     written: list[int] = []
@@ -131,7 +131,7 @@ def test_an_interruption_ends_workers_where_they_check() -> None:
     def read() -> Iterator[int]:
         yield 0
         yield 1
-        assert busy.wait(30)
+        assert busy.wait(300)
         raise KeyboardInterrupt
 
     pipeline = Pipeline([compute], lambda item, result: written.append(item))

@@ -253,7 +253,7 @@ def test_the_runner_gives_the_same(ours: Encoder, quiet_runtime: Any) -> None:
     want = ours.sparse(TEXTS).toarray()
     with PackRunner(ours, timeout=0) as runner:
         for text, row in zip(TEXTS, want, strict=True):
-            vector = runner.submit(text, "sparse").result(30)
+            vector = runner.submit(text, "sparse").result(300)
             assert np.allclose(row[vector.indices], vector.weights, atol=1e-6)
             assert len(vector.indices) == (row > 0).sum()
 

@@ -6,13 +6,16 @@ import copy
 import inspect
 import json
 import logging
+import multiprocessing
 import pickle
 import queue
 import re
 import subprocess
 import sys
 import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +27,7 @@ import torch
 import packhorse
 from packhorse.errors import InputError
 from packhorse.sbert import arguments, pools
+from packhorse.sbert.pools import PoolError
 
 from ..runtime import retrieval_models as models
 from ..runtime.retrieval_models import TEXTS
@@ -404,6 +408,23 @@ def test_a_pool_forgets_answers_to_an_interrupted_call(monkeypatch: pytest.Monke
     outputs.put((7, 0, pickle.dumps(["new"]), ""))
     pool = {"input": queue.Queue(), "output": outputs, "processes": [None]}
     assert pools.compute(pool | {"lock": threading.Lock()}, ["text"], None, {}) == ["new"]
+
+
+def test_a_pool_that_is_stopped_meanwhile_is_told(dense: packhorse.SentenceTransformer) -> None:
+    """Its process never answers; the call waits in a thread until another one stops the pool."""
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=time.sleep, args=(600,), daemon=True)
+    process.start()
+    pool: dict[str, Any] = {"input": context.Queue(), "output": context.Queue()}
+    pool |= {"processes": [process], "lock": threading.Lock()}
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(dense.encode, ["the horse"], pool=pool)
+        while not pool["lock"].locked():
+            time.sleep(0.01)
+        dense.stop_multi_process_pool(pool)
+        assert isinstance(call.exception(60), PoolError)
+    with pytest.raises(PoolError, match="the pool was stopped; start a new one"):
+        dense.encode(["the horse"], pool=pool)
 
 
 def test_a_pool_refuses_what_it_cannot_send(dense: packhorse.SentenceTransformer) -> None:

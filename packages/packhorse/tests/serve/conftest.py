@@ -198,7 +198,7 @@ def listen() -> Iterator[Callable[[Served], int]]:
     yield begin
     for server, thread in running:
         server.should_exit = True
-        thread.join(30)
+        thread.join(120)
 
 
 @pytest.fixture(scope="module")

@@ -261,7 +261,7 @@ def test_the_dialects_say_no_in_their_words(locked) -> None:
 
 def test_no_more_than_so_many_at_once(serving) -> None:
     go = threading.Event()
-    served = serving(max_concurrent_requests=3, before=lambda packed: go.wait(10))
+    served = serving(max_concurrent_requests=3, before=lambda packed: go.wait(120))
 
     async def work(client: Any) -> list[Any]:
         first = [asyncio.ensure_future(client.post("/embed", json=TEXT)) for _ in range(3)]

@@ -102,7 +102,7 @@ def opened(tiny, make_model) -> Iterator[Callable[..., Site]]:
         gate.set()
         settings = ServeSettings(batch_tokens=4 * 48, max_queue_inputs=40, **options)
         encoders = {
-            "tiny": lambda: tiny("tiny", lambda _: gate.wait(20)),
+            "tiny": lambda: tiny("tiny", lambda _: gate.wait(240)),
             "ranker": lambda: ranker(tiny("ranker"), make_model),
             "tagger": lambda: tiny("tagger"),
             "rows": lambda: replace(tiny("tiny"), kernel="mask"),
@@ -149,7 +149,7 @@ def at_port(app: Any) -> tuple[str, Callable[[], None]]:
 
     def end() -> None:
         running.should_exit = running.force_exit = True
-        thread.join(10)
+        thread.join(120)
 
     return f"http://127.0.0.1:{port}", end
 

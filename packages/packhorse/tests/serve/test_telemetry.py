@@ -40,7 +40,7 @@ class Collector:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
+                body = self.rfile.read(int(self.headers["content-length"] or 0))
                 if self.headers["content-encoding"] == "gzip":
                     body = gzip.decompress(body)
                 collector.headers.append(self.headers)
@@ -60,6 +60,8 @@ class Collector:
                                 collector.metrics[f"{metric.name} {process}"] = metric
                 self.send_response(200 if self.path.startswith("/v1/") else 404)
                 self.end_headers()
+
+            do_GET = do_POST
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -226,6 +228,40 @@ def test_a_collector_that_is_away_is_told_once_and_fails_nothing(alone) -> None:
     wait_for(lambda: "OpenTelemetry: " in server.log())
     assert server.end(timeout=60) == 0
     assert server.log().count("OpenTelemetry: ") == 1
+
+
+def test_a_redirect_does_not_get_the_headers(collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may hold a key; and as a GET, which urllib makes of it, nothing would arrive."""
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+
+    from packhorse.serve.otlp import Sender
+
+    asked: list[str] = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", f"{collector.url}/v1/traces")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "api-key=secret")
+    problems: list[str] = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        sender = Sender("traces", f"http://127.0.0.1:{server.server_port}", problems.append)
+        assert not sender.send(trace_service_pb2.ExportTraceServiceRequest())
+        server.shutdown()
+        thread.join(60)
+    assert asked == ["/v1/traces"] and "302" in problems[0]
+    assert all(headers["api-key"] != "secret" for headers in collector.headers)
+    plain = Sender("traces", collector.url, problems.append)  # the control
+    assert plain.send(trace_service_pb2.ExportTraceServiceRequest())
+    assert collector.headers[-1]["api-key"] == "secret"
 
 
 def test_variables_alone_never_stop_the_server(alone) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,11 @@ PART = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B"
     r"|lora_magnitude_vector)(\.weight)?"
 )
+PATTERNS = ("rank_pattern", "alpha_pattern")
+REPETITION = re.compile(r"[*+{]|(?<!\()\?")  # the ? of (?: repeats nothing
+REPEATED_GROUP = re.compile(r"\)[*+?{]")
+LONGEST_PATTERN = 500  # characters
+MOST_STEPS = 5e8  # some ten seconds
 SAVED = re.compile(r"\.(modules_to_save(\.default)?|base_layer)(?=\.)")  # wrappers, in older files
 # Settings that would change results; anything but nothing is refused.
 UNSUPPORTED = (
@@ -136,6 +141,7 @@ def read(folder: Path) -> Adapter:
                 raise CheckpointError(f"the tensor {name} is no part of LoRA that is known here")
             else:
                 saved[SAVED.sub("", short)] = tensor
+        _check_patterns(raw, parts)
         changes = {module: _change(module, found, raw) for module, found in parts.items()}
     except CheckpointError as error:
         raise CheckpointError(f"the adapter {folder}: {error}") from error.__cause__
@@ -193,10 +199,8 @@ def _change(module: str, parts: Mapping[str, Tensor], raw: Mapping[str, Any]) ->
 
 def _by_pattern(raw: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
     """The number of the first pattern that the end of the module's name matches, as in PEFT."""
-    patterns: Any = raw.get(key) or {}
-    if not is_object(patterns):
-        raise CheckpointError(f"{key} {patterns!r} does not map names to numbers")
     value = default
+    patterns: dict[str, Any] = raw.get(key) or {}  # an object: `_check_patterns` has looked
     for pattern, number in patterns.items():
         try:
             matched = re.match(rf"(.*\.)?({pattern})$", module)
@@ -208,6 +212,29 @@ def _by_pattern(raw: Mapping[str, Any], key: str, module: str, default: Any) -> 
     if type(value) not in (int, float) or not 0 < value < 1e6:
         raise CheckpointError(f"{key} gives {module} {value!r}, which is not a positive number")
     return value
+
+
+def _check_patterns(raw: Mapping[str, Any], modules: Iterable[str]) -> None:
+    """Raise for patterns that could take minutes to match: `re` tries every way that there is.
+
+    With one group, and that not repeated, the ways are at most the length of the name, once for
+    what comes before the pattern and once for each repetition in it.
+    """
+    lengths = [len(module) for module in modules]
+    steps = 0.0
+    for key in PATTERNS:
+        patterns: Any = raw.get(key) or {}
+        if not is_object(patterns):
+            raise CheckpointError(f"{key} {patterns!r} does not map names to numbers")
+        for pattern in patterns:
+            repetitions = len(REPETITION.findall(pattern))
+            steps += sum(float(length) ** min(1 + repetitions, 9) for length in lengths)
+            groups = pattern.count("(") > 1 or REPEATED_GROUP.search(pattern)
+            if groups or len(pattern) > LONGEST_PATTERN or steps > MOST_STEPS:
+                raise CheckpointError(
+                    f"{key} has {pattern[:80]!r}, which can take very long to match; write the "
+                    f"names of modules there, or patterns with one group and few of * + ? {{"
+                )
 
 
 def merge(

@@ -90,8 +90,8 @@ class ModelSource:
         return {"onnx": onnx.read, "frozen": frozen.read, "gguf": gguf.read}[self.format]
 
 
-def find(model: str | Path) -> ModelSource:
-    """The source that a path or a hub id stands for."""
+def find(model: str | Path, is_base: bool = False) -> ModelSource:
+    """The source that a path or a hub id stands for; is_base: of an adapter, so that it is none."""
     path = hub.resolve(model)
     name = path.resolve().name if path == Path(model).expanduser() else str(model)
     path = path.parent if path.name in INDEXES else path
@@ -100,6 +100,8 @@ def find(model: str | Path) -> ModelSource:
     layout = sentence.read(path)
     home = layout.transformer if layout else path
     if adapters.is_adapter(home) and not hf.format_of(home):
+        if is_base:
+            raise CheckpointError(f"{home} is an adapter too, and has no weights of a model")
         return replace(adapted(_base(home), home), name=name)
     format, weights = _folder_format(home)
     layout = layout or _own_layout(format, weights)
@@ -134,7 +136,7 @@ def adapted(source: ModelSource, adapter: str | Path) -> ModelSource:
 def _base(adapter: Path) -> ModelSource:
     named = adapters.base(adapter)
     try:
-        return find(named)
+        return find(named, is_base=True)
     except CheckpointError as error:
         raise CheckpointError(
             f"{adapter} is an adapter of {named!r}: {error}; where that model lies elsewhere, load "

@@ -34,7 +34,9 @@ from packhorse.attention.scope import AttentionScope
 from packhorse.errors import InputError, MissingExtra
 from packhorse.hf.families import is_family, unknown_family
 from packhorse.hf.layout import (
+    BOUNDARIES,
     NAME,
+    POSITIONS_READ,
     SequenceLayout,
     add_boundary_hooks,
     layout_of_boundaries,
@@ -72,12 +74,16 @@ def register() -> None:
 def _watch_models() -> None:
     """Add the hook that reads position ids to each model as soon as it gets our attention.
 
-    Neither interface of transformers passes the model. The method that is wrapped here has it, and
-    runs both for a model that is created and for one that changes its attention.
+    Neither interface of transformers passes the model. The methods that are wrapped here have it:
+    the first runs when a model is created, the second when it is told its attention later, also
+    where its config names it already.
     """
     from transformers import PreTrainedModel
 
-    choose = PreTrainedModel.get_correct_attn_implementation
+    choose, change = (
+        PreTrainedModel.get_correct_attn_implementation,
+        PreTrainedModel.set_attn_implementation,
+    )
     if NAME in vars(choose):
         return
 
@@ -88,8 +94,15 @@ def _watch_models() -> None:
             add_boundary_hooks(self)
         return attention
 
+    @wraps(change)
+    def change_and_watch(self: Any, *args: Any, **kwargs: Any) -> None:
+        change(self, *args, **kwargs)
+        if self.config._attn_implementation == NAME:
+            add_boundary_hooks(self)
+
     vars(choose_and_watch)[NAME] = True  # a mark for the next call of `register`
     PreTrainedModel.get_correct_attn_implementation = choose_and_watch
+    PreTrainedModel.set_attn_implementation = change_and_watch
 
 
 def mask_with_layout(
@@ -115,7 +128,11 @@ def mask_with_layout(
         raise InputError(
             f"cross attention and masks other than padding are not supported; {INSTEAD}"
         )
-    if attention_mask is None or bool(attention_mask.all()):
+    if attention_mask is None:
+        return None
+    if attention_mask.ndim != 2:
+        raise InputError(_ready_made(attention_mask))
+    if bool(attention_mask.all()):
         return None
     return store_layout(layout_of_mask(attention_mask), attention_mask)
 
@@ -135,6 +152,12 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attend within each sequence: query, key and value [B, H, L, D] to [B, L, H, D]."""
     _refuse(module, query, key, value, options)
+    if cu_seq_lens_q is None and POSITIONS_READ not in options:
+        raise InputError(
+            f"{type(module).__name__} cannot tell whether a row of this batch is several texts: "
+            f"its model got this attention by its config alone. Call "
+            f'model.set_attn_implementation("{NAME}"), or pass {BOUNDARIES}'
+        )
     layout = _layout(query, attention_mask, cu_seq_lens_q, cu_seq_lens_k)
     # transformers counts the token itself, as FlashAttention's windows do.
     window = None if sliding_window is None else sliding_window - 1
@@ -170,10 +193,12 @@ def _layout(
 
 def _checked(mask: Tensor, rows: int, columns: int) -> Tensor:
     if mask.dtype != torch.bool or mask.shape != (rows, columns):
-        raise InputError(
-            f"a ready-made mask of shape {list(mask.shape)} is not supported; {INSTEAD}"
-        )
+        raise InputError(_ready_made(mask))
     return mask
+
+
+def _ready_made(mask: Tensor) -> str:
+    return f"a ready-made mask of shape {list(mask.shape)} is not supported; {INSTEAD}"
 
 
 def _refuse(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: Any) -> None:

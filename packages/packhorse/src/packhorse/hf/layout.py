@@ -10,7 +10,9 @@ numbers.
 Some batches have neither. transformers' DataCollatorWithFlattening lays sequences end to end in one
 row and marks where they end by `position_ids` alone, unless it is asked for `cu_seq_lens_q`.
 Neither the mask function of transformers nor every layer sees position ids, so a forward pre-hook
-on each model with our attention reads them before the model runs, and passes boundaries on.
+on each model with our attention reads them before the model runs, and passes boundaries on. It also
+tells the layers that it ran: a model that got our attention behind our back (by its config alone)
+has no hook, and its layers refuse a batch without boundaries.
 
 Nothing is guessed. Position ids that count up by one are one sequence per row, whatever they start
 with. Ids that return to the first one start a sequence there. All others raise: a wrong guess would
@@ -39,6 +41,7 @@ from packhorse.packing.batch import Packed
 
 NAME = "packhorse"  # of our attention in transformers
 BOUNDARIES = "cu_seq_lens_q"  # transformers' name for the boundaries
+POSITIONS_READ = "packhorse_positions_read"  # the argument by which the hook tells that it ran
 LAYOUT_ATTRIBUTE = "_packhorse_layout"  # of the tensor that a layout is stored on
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -156,7 +159,9 @@ def add_boundary_hooks(model: Any) -> None:
 
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            hook = AddBoundaries(tuple(inspect.signature(part.forward).parameters))
+            parameters = inspect.signature(part.forward).parameters
+            open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+            hook = AddBoundaries(tuple(parameters), open_ended)
             # Equal hooks compare equal, being dataclasses: a second call adds none.
             # torch has no public list of hooks.
             if hook not in part._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
@@ -168,14 +173,24 @@ class AddBoundaries:
     """A forward pre-hook that adds boundaries to the arguments, read from position ids."""
 
     parameters: tuple[str, ...]  # of the model's `forward`
+    open_ended: bool  # whether it takes other arguments too, which it passes to its layers
 
-    def __call__(
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Return the arguments with boundaries, where the batch has them."""
+        if model.config._attn_implementation != NAME or not is_family(model.config):
+            return args, kwargs
+        bounds = kwargs.get(BOUNDARIES)
+        if bounds is None:
+            bounds = self._boundaries(model, args, kwargs)
+        added: dict[str, Any] = {} if bounds is None else {BOUNDARIES: bounds}
+        if self.open_ended:
+            added[POSITIONS_READ] = True
+        return args, {**kwargs, **added}
+
+    def _boundaries(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments | None:
-        """Return the arguments with boundaries; None leaves them unchanged."""
-        has_our_attention = model.config._attn_implementation == NAME and is_family(model.config)
-        if not has_our_attention or kwargs.get(BOUNDARIES) is not None:
-            return None
+    ) -> Tensor | None:
+        """Read the boundaries of a flat batch; None for any other."""
         named = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         positions = named.get("position_ids")
         mask = named.get("attention_mask")
@@ -188,10 +203,9 @@ class AddBoundaries:
             _refuse_restarts(mask.bool(), positions)
             return None
         bounds = boundaries_of_positions(positions, _padding_id(model.config))
-        if bounds is None:
-            return None
-        self._refuse_unfit(type(model).__name__, named)
-        return args, {**kwargs, BOUNDARIES: bounds}
+        if bounds is not None:
+            self._refuse_unfit(type(model).__name__, named)
+        return bounds
 
     def _refuse_unfit(self, name: str, named: dict[str, Any]) -> None:
         """Raise for arguments that cannot be one flat row."""

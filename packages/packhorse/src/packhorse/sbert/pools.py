@@ -93,8 +93,11 @@ def compute(
         parts = [pickle.dumps(inputs[begin : begin + chunk_size]) for begin in begins]
     except Exception as error:  # whatever an object's own pickling raises
         raise InputError(f"a pool cannot send this to its processes: {error}") from error
-    with pool["lock"]:
-        answers = _answers(pool, parts, chosen)
+    try:
+        with pool["lock"]:
+            answers = _answers(pool, parts, chosen)
+    except (ValueError, OSError) as error:  # queues and processes that `stop` has closed
+        raise PoolError("the pool was stopped; start a new one") from error
     errors = [error for _, error in answers if error]
     if errors:
         raise PoolError(f"a process of the pool failed: {errors[0]}")

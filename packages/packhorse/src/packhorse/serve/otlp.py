@@ -39,6 +39,13 @@ Signal = Literal["traces", "metrics"]
 OnProblem = Callable[[str], None]
 
 
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Redirects are errors: the headers may hold a key, and a POST would become a GET."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        """Follow none."""
+
+
 class Sender:
     """Sends messages of one signal, as OTEL_EXPORTER_OTLP_… say, to a collector."""
 
@@ -59,11 +66,13 @@ class Sender:
             self.headers["content-encoding"] = "gzip"
         try:
             self.timeout = float(variable("TIMEOUT", str(TIMEOUT_SECONDS)))
-            self.context = ssl.create_default_context(cafile=variable("CERTIFICATE") or None)
+            context = ssl.create_default_context(cafile=variable("CERTIFICATE") or None)
             if certificate := variable("CLIENT_CERTIFICATE"):
-                self.context.load_cert_chain(certificate, variable("CLIENT_KEY") or None)
+                context.load_cert_chain(certificate, variable("CLIENT_KEY") or None)
         except (OSError, ValueError) as error:
             raise InputError(f"a variable {PREFIX}… cannot be used: {error}") from error
+        https = urllib.request.HTTPSHandler(context=context)
+        self.opener = urllib.request.build_opener(https, NoRedirects)
 
     def send(self, message: Any) -> bool:
         """Send a protobuf message; return whether the collector took it."""
@@ -72,7 +81,7 @@ class Sender:
             body = gzip.compress(body)
         try:
             request = urllib.request.Request(self.url, body, self.headers)
-            with urllib.request.urlopen(request, timeout=self.timeout, context=self.context) as got:
+            with self.opener.open(request, timeout=self.timeout) as got:
                 got.read()
         except (OSError, ValueError) as error:  # a URL without a host is a ValueError
             if isinstance(error, urllib.error.HTTPError):

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -276,6 +277,63 @@ def test_a_bomb_in_a_zip_is_left_out(tmp_path: Path) -> None:
             problems += [problem] if problem else []
     assert sizes["a.txt"] == 5 and sizes["bomb.txt"] < 90 << 20
     assert len(problems) == 1
+
+
+def header(name: str, size: int, kind: bytes) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.type = size, kind
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def pax(kind: bytes, key: bytes, size: int) -> bytes:
+    """A header of one record, padded to whole blocks by its own value."""
+    record = b"%d %s=" % (size, key)
+    return header("pax", size, kind) + record + b"a" * (size - len(record) - 1) + b"\n"
+
+
+def sparse(blocks: int) -> bytes:
+    """A file with holes, whose map goes on in so many blocks."""
+    first = bytearray(header("holes", 0, b"S"))
+    first[482] = 1  # the map goes on
+    first[148:156] = b"%06o\0 " % (sum(first[:148]) + 8 * 32 + sum(first[156:]))
+    block = b"00000000001\0" * 42 + b"\1" + bytes(7)
+    return bytes(first) + block * (blocks - 1) + block[:504] + bytes(8)
+
+
+LARGE = 1 << 25
+HEADERS: dict[str, Callable[[], bytes]] = {
+    "a long name": lambda: header("././@LongLink", LARGE, b"L") + b"a" * LARGE,
+    "a pax record": lambda: pax(b"x", b"path", LARGE),
+    "records for all files": lambda: b"".join(pax(b"g", b"%d" % n, 1 << 20) for n in range(32)),
+    "a map of holes": lambda: sparse(1 << 15),
+}
+
+
+def most_memory(path: Path) -> tuple[int, dict[str, bytes], list[str]]:
+    tracemalloc.start()
+    texts, problems = unpack_all(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return most, texts, problems
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_large_headers_of_a_tar_are_left_out(tmp_path: Path, case: str) -> None:
+    tar = tar_of({"a.txt": b"Text."})
+    (tmp_path / "a").write_bytes(tar[:1024] + HEADERS[case]() + tar)
+    most, texts, problems = most_memory(tmp_path / "a")
+    assert texts == {"a.txt": b"Text."}
+    assert len(problems) == 1 and "headers of more than 4194304 bytes" in problems[0]
+    assert most < 20 << 20
+
+
+def test_records_for_all_files_do_not_add_up(tmp_path: Path) -> None:
+    tar = tar_of({"a.txt": b"Text."})
+    parts = (pax(b"g", b"%d" % n, 1 << 20) + tar[:1024] for n in range(32))
+    (tmp_path / "a").write_bytes(tar[:1024] + b"".join(parts) + tar[1024:])
+    most, texts, problems = most_memory(tmp_path / "a")
+    assert texts == {"a.txt": b"Text."} and not problems
+    assert most < 20 << 20
 
 
 # Chunks and documents ----------------------------------------------------------------------------

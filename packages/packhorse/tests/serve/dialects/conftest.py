@@ -127,7 +127,7 @@ def listen() -> Iterator[Callable[..., Server]]:
     yield begin
     for server, thread, models in running:
         server.should_exit = True
-        thread.join(10)
+        thread.join(120)
         models.close()
     torch.set_num_threads(before)
 

@@ -43,6 +43,7 @@ STANDARD_INPUT = Path("-")
 FED_BYTES = 1 << 16
 # A block of Zstandard holds up to 128 KiB in 4 bytes, and its decoder has no limit for one call.
 FED_BYTES_ZSTD = 1 << 11
+MOST_HEADERS = 1 << 22  # of a tar before one file: long names, pax records, maps of holes
 MOST_MEMORY = 1 << 27  # of a decoder; what `xz -9` and `zstd --ultra -22` need
 
 ARCHIVES = ("tar", "zip")
@@ -342,16 +343,55 @@ def _member_pieces(pieces: Pieces) -> Pieces:
     yield from ((b"", problem) for problem in reader.problems)
 
 
+class _TarFile:
+    """A reader as tarfile wants its file; headers are bounded, which may have any size in a tar."""
+
+    def __init__(self, reader: _PieceReader) -> None:
+        self.reader = reader
+        self.position = 0
+        self.headers = 0  # bytes that were read since the last file
+
+    def read(self, size: int) -> bytes:
+        """So many bytes, less at the end."""
+        self.headers += size
+        if self.headers > MOST_HEADERS:
+            raise tarfile.ReadError(f"headers of more than {MOST_HEADERS} bytes before a file")
+        parts: list[bytes] = []
+        while size and (part := self.reader.read(size)):
+            parts.append(part)
+            size -= len(part)
+        data = b"".join(parts)
+        self.position += len(data)
+        return data
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, position: int) -> int:
+        """Go forward."""
+        while self.position < position:
+            passed = self.reader.read(min(PIECE_BYTES, position - self.position))
+            if not passed:
+                break  # tarfile then finds nothing to read
+            self.position += len(passed)
+        return self.position
+
+
 def _tar_streams(reader: _PieceReader, counted: _CountedFile) -> Iterator[TextStream]:
+    file = _TarFile(reader)
     try:
-        with tarfile.open(fileobj=reader, mode="r|") as archive:  # pyright: ignore[reportCallIssue, reportArgumentType]
+        with tarfile.open(fileobj=cast(BinaryIO, file), mode="r:") as archive:
             for info in archive:
-                archive.members = []  # it remembers each, which a large archive has millions of
+                file.headers = 0
+                # It remembers each file, which a large archive has millions of.
+                archive.members = []  # pyright: ignore[reportAttributeAccessIssue]
+                archive.pax_headers = {}  # and what headers say of all files that follow
                 if info.isreg() and _is_data(info.name):
-                    pieces = _member_pieces(_tar_pieces(archive, info, reader))
+                    pieces = _member_pieces(_tar_pieces(archive, info, file))
                     yield TextStream(info.name, pieces, lambda: counted.position)
+                    file.headers = 0
             # tarfile takes a damaged header for the end; and the packed data may be damaged here.
-            while rest := archive.fileobj.read(PIECE_BYTES):  # pyright: ignore[reportOptionalMemberAccess]
+            while rest := reader.read(PIECE_BYTES):
                 if rest.strip(b"\0"):
                     raise tarfile.ReadError(
                         "what follows is no file, or stands behind its end mark"
@@ -371,16 +411,17 @@ def _note_cut(reader: _PieceReader, error: Exception) -> None:
         reader.problems.append(f"the tar is damaged or cut: {error}")
 
 
-def _tar_pieces(archive: tarfile.TarFile, info: tarfile.TarInfo, reader: _PieceReader) -> Pieces:
-    file = archive.extractfile(info)
-    if file is None or info.issparse():
+def _tar_pieces(archive: tarfile.TarFile, info: tarfile.TarInfo, file: _TarFile) -> Pieces:
+    member = archive.extractfile(info)
+    if member is None or info.issparse():
         yield b"", "a sparse file, which is not unpacked; pack it without holes"
         return
     try:
-        while piece := file.read(PIECE_BYTES):
+        while piece := member.read(PIECE_BYTES):
+            file.headers = 0
             yield piece, ""
     except _BROKEN as error:
-        _note_cut(reader, error)
+        _note_cut(file.reader, error)
 
 
 def _zip_streams(path: SourcePath) -> Iterator[TextStream]:
