@@ -42,14 +42,17 @@ def test_every_family_is_there_and_within_the_limits(table: ModuleType) -> None:
                 assert limit is None or difference <= limit, (family, column, difference)
 
 
-def test_what_it_measures(table: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One family again; and the control: with a weight changed, the figure shows it."""
+def test_what_it_measures(
+    table: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One family again; and the control: with a result changed, the figure shows it."""
     monkeypatch.setattr(table, "FAMILIES", {"mpnet": table.FAMILIES["mpnet"]})
     with torch.inference_mode():
-        (_, head, differences), *_ = table.figures(table.CPU)
+        table.write_oracle(tmp_path)
+        (_, head, differences), *_ = table.figures(tmp_path, table.CPU)
         assert head == "hidden" and 0 < max(differences.values()) <= 1e-5
         assert {"native fp32", "reference fp64"} & set(differences)
         honest = table.computed
         monkeypatch.setattr(table, "computed", lambda *arguments: honest(*arguments) + 1e-3)
-        (_, _, moved), *_ = table.figures(table.CPU)
+        (_, _, moved), *_ = table.figures(tmp_path, table.CPU)
     assert min(moved.values()) > 9e-4
