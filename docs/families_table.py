@@ -2,7 +2,7 @@
 
     python docs/families_table.py                  # on this machine's CPU
     python docs/families_table.py --device cuda    # the same on a GPU
-    python docs/families_table.py --oracle DIR     # keep what transformers computes, or take it from there
+    python docs/families_table.py --oracle DIR     # transformers' results, from there or kept there
 
 A tiny random model of each family is made by transformers, which computes a padded batch on the CPU
 in float32 (and float64); here the same weights run packed, by every kernel that supports them. A
