@@ -61,13 +61,16 @@ SPECIAL = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_to
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 16}
 
 LIMITS = {"fp32": 1e-5, "fp64": 1e-10}  # of hidden states
+ROTARY = ("nomic_bert", "gte", "jina_embeddings_v3")  # of those that are compared in fp64
+ROTARY_LIMIT = 1e-7  # in fp64 on a GPU
 INTRODUCTION = """# Families, kernels and heads
 
 Written by `docs/families_table.py`: the largest absolute difference to transformers' own class, of
 tiny random models ({words} words, {layers} layers) over sequences of {lengths} tokens. transformers
 computes a padded batch on the CPU; here the same weights run packed. In fp32 the limit is 1e-5 for
-hidden states and 1e-10 in fp64, which is compared where transformers computes in it throughout.
-bf16 has three digits. A dash: the kernel does not support that, or it was not compared. Jina v2
+hidden states and 1e-10 in fp64, which is compared where transformers computes in it throughout;
+rotary angles are fp32 in every format, and a GPU rounds their cosines otherwise, so that there
+1e-7 is the limit with them. bf16 has three digits. A dash: the kernel does not support that, or it was not compared. Jina v2
 (ALiBi), GTE's own code, NeoBERT and XLM-RoBERTa with rotary positions have no class in
 transformers; what they are tested against is in the
 [table of layouts](../models.md#where-layouts-were-taken-from).
