@@ -70,9 +70,9 @@ tiny random models ({words} words, {layers} layers) over sequences of {lengths} 
 computes a padded batch on the CPU; here the same weights run packed. In fp32 the limit is 1e-5 for
 hidden states and 1e-10 in fp64, which is compared where transformers computes in it throughout;
 rotary angles are fp32 in every format, and a GPU rounds their cosines otherwise, so that there
-1e-7 is the limit with them. bf16 has three digits. A dash: the kernel does not support that, or it was not compared. Jina v2
-(ALiBi), GTE's own code, NeoBERT and XLM-RoBERTa with rotary positions have no class in
-transformers; what they are tested against is in the
+1e-7 is the limit with them. bf16 has three digits. A dash: the kernel does not support that, or it
+was not compared. Jina v2 (ALiBi), GTE's own code, NeoBERT and XLM-RoBERTa with rotary positions
+have no class in transformers; what they are tested against is in the
 [table of layouts](../models.md#where-layouts-were-taken-from).
 """
 
