@@ -2,10 +2,12 @@
 
     python docs/families_table.py                  # on this machine's CPU
     python docs/families_table.py --device cuda    # the same on a GPU
+    python docs/families_table.py --oracle DIR     # transformers' results, from there or kept there
 
 A tiny random model of each family is made by transformers, which computes a padded batch on the CPU
 in float32 (and float64); here the same weights run packed, by every kernel that supports them. A
-run replaces the figures of its device in docs/families.json and writes the page anew.
+run replaces the figures of its device in docs/families.json and writes the page anew. A machine
+with a GPU and without transformers, or with an older one, takes the folder of another.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from packhorse import attention, checkpoint
-from packhorse.device import describe, dtype_name
+from packhorse.device import describe, dtype_name, parse_dtype
 from packhorse.runtime.batches import lay
 from packhorse.runtime.proof import SyntheticSequence
 
@@ -33,6 +36,7 @@ HERE = Path(__file__).parent
 FIGURES = HERE / "families.json"
 PAGE = HERE / "reference" / "families.md"
 CPU = torch.device("cpu")
+EXPECTED, VERSION = "expected.safetensors", "transformers.txt"  # of a model, of the whole folder
 WORDS, CAPACITY = 60, 96
 LENGTHS = (5, 40, 1, 9, 90, 33, 17)
 # Class of transformers, by what follows the family's name → our head and the fields of its output.
@@ -57,15 +61,18 @@ SPECIAL = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_to
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 16}
 
 LIMITS = {"fp32": 1e-5, "fp64": 1e-10}  # of hidden states
+ROTARY = ("nomic_bert", "gte", "jina_embeddings_v3")  # of those that are compared in fp64
+ROTARY_LIMIT = 1e-7  # in fp64 on a GPU
 INTRODUCTION = """# Families, kernels and heads
 
 Written by `docs/families_table.py`: the largest absolute difference to transformers' own class, of
 tiny random models ({words} words, {layers} layers) over sequences of {lengths} tokens. transformers
 computes a padded batch on the CPU; here the same weights run packed. In fp32 the limit is 1e-5 for
-hidden states and 1e-10 in fp64, which is compared where transformers computes in it throughout.
-bf16 has three digits. A dash: the kernel does not support that, or it was not compared. Jina v2
-(ALiBi), GTE's own code, NeoBERT and XLM-RoBERTa with rotary positions have no class in
-transformers; what they are tested against is in the
+hidden states and 1e-10 in fp64, which is compared where transformers computes in it throughout;
+rotary angles are fp32 in every format, and a GPU rounds their cosines otherwise, so that there
+1e-7 is the limit with them. bf16 has three digits. A dash: the kernel does not support that, or it
+was not compared. Jina v2 (ALiBi), GTE's own code, NeoBERT and XLM-RoBERTa with rotary positions
+have no class in transformers; what they are tested against is in the
 [table of layouts](../models.md#where-layouts-were-taken-from).
 """
 
@@ -172,39 +179,44 @@ def tiny_model(family: TinyFamily, ending: str) -> Any:
     return model
 
 
-def figures(device: torch.device) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Family, head, and the difference by kernel and number format."""
+def write_oracle(folder: Path) -> None:
+    """The tiny models, each with what transformers computes from it."""
     import transformers
 
+    for name, family in FAMILIES.items():
+        for ending in family.endings:
+            head, keys = HEADS[ending]
+            model = tiny_model(family, ending)
+            model.save_pretrained(folder / name / head)
+            dtypes = ["fp32", "fp64"] if head == "hidden" and family.wide else ["fp32"]
+            outputs = {
+                dtype: expected(model.to(parse_dtype(dtype)), keys, head in PER_SEQUENCE)
+                for dtype in dtypes
+            }
+            save_file(
+                {dtype: output.contiguous() for dtype, output in outputs.items()},
+                folder / name / head / EXPECTED,
+            )
+    (folder / VERSION).write_text(transformers.__version__)
+
+
+def figures(oracle: Path, device: torch.device) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Family, head, and the difference by kernel and number format."""
     torch.backends.cuda.matmul.allow_tf32 = False
     for name, family in FAMILIES.items():
         for ending in family.endings:
-            if not hasattr(transformers, family.prefix + ending):
-                continue  # of a later release
-            head, keys = HEADS[ending]
-            theirs = tiny_model(family, ending)
-            with tempfile.TemporaryDirectory() as folder:
-                theirs.save_pretrained(folder)
-                differences = dict(_differences(theirs, Path(folder), family, head, keys, device))
-            yield name, head, differences
+            head, _ = HEADS[ending]
+            yield name, head, dict(_differences(oracle / name / head, head, device))
 
 
-def _differences(
-    theirs: Any,
-    folder: Path,
-    family: TinyFamily,
-    head: str,
-    keys: tuple[str, ...],
-    device: torch.device,
-) -> Iterator[tuple[str, float]]:
-    dtypes = [torch.float32]
-    if head == "hidden":
-        dtypes += [torch.float64] if family.wide else []
-        dtypes += [torch.bfloat16] if device.type == "cuda" else []
+def _differences(folder: Path, head: str, device: torch.device) -> Iterator[tuple[str, float]]:
+    expected = load_file(folder / EXPECTED)
+    dtypes = [parse_dtype(name) for name in expected]
+    if head == "hidden" and device.type == "cuda":
+        dtypes.append(torch.bfloat16)
     for dtype in dtypes:
         model = checkpoint.load(folder, device=device, dtype=dtype).model
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        want = expected(theirs.to(wide), keys, head in PER_SEQUENCE)
+        want = expected["fp64" if dtype == torch.float64 else "fp32"]
         for kernel in attention.KERNELS:
             refusal = attention.kernel(kernel).serves.refusal(
                 device, dtype, **model.bert.config.needs
@@ -214,20 +226,20 @@ def _differences(
                 yield f"{kernel} {dtype_name(dtype)}", float((result - want).abs().max())
 
 
-def measure(device: torch.device) -> dict[str, Any]:
+def measure(oracle: Path, device: torch.device) -> dict[str, Any]:
     """All figures of a device, and what they were computed with."""
-    import transformers
-
     rows: dict[str, dict[str, dict[str, float]]] = {}
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for family, head, differences in figures(device):
+        if not (oracle / VERSION).is_file():
+            write_oracle(oracle)
+        for family, head, differences in figures(oracle, device):
             rows.setdefault(family, {})[head] = differences
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": describe(device) if device.type == "cuda" else "a CPU",
         "torch": torch.__version__.partition("+")[0],
-        "transformers": transformers.__version__,
+        "transformers": (oracle / VERSION).read_text(),
         "rows": rows,
     }
 
@@ -269,12 +281,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--figures", type=Path, default=FIGURES, help="where the figures are kept")
     parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--oracle", type=Path, help="folder of transformers' results")
     parser.add_argument("--page-only", action="store_true", help="write the page, measure nothing")
     options = parser.parse_args()
     device = torch.device(options.device)
     sections = json.loads(options.figures.read_text()) if options.figures.is_file() else {}
     if not options.page_only:
-        sections[device.type] = measure(device)
+        with tempfile.TemporaryDirectory() as temporary:
+            sections[device.type] = measure(options.oracle or Path(temporary), device)
         options.figures.write_text(json.dumps(sections, indent=1) + "\n")
     options.page.write_text(page(sections))
 

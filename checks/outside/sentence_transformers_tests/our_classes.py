@@ -16,6 +16,7 @@ from sentence_transformers import sentence_transformer as dense
 
 import packhorse
 from packhorse.errors import PackhorseError
+from packhorse.sbert import arguments
 
 HOMES = {
     "SentenceTransformer": (dense, dense.model),
@@ -36,6 +37,10 @@ def accelerated(kind: type[Any]) -> None:
 
     kind.__init__ = make_and_accelerate
 
+
+# Our classes ask for the library's where they are given modules; its names are ours below.
+LIBRARY = {name: getattr(sentence_transformers, name) for name in HOMES}
+arguments.library_class = LIBRARY.__getitem__
 
 for name, homes in HOMES.items():
     if os.environ["PACKHORSE_SBERT_CLASSES"] == "ours":

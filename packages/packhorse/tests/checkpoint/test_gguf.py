@@ -29,7 +29,10 @@ from packhorse.checkpoint.inspection import inspect
 from packhorse.checkpoint.writing import write
 from packhorse.errors import CheckpointError, MissingExtra
 from packhorse.packing.batch import Packed
+from packhorse.runtime.proof import SyntheticSequence
 from packhorse.tokens import Tokenizer
+
+from .test_later import jina_states
 
 FILES = Path(__file__).parent / "ggufs"
 CLASSES = {
@@ -37,7 +40,14 @@ CLASSES = {
     "distilbert": "DistilBertModel",
     "xlm-roberta": "XLMRobertaModel",
     "nomic": "NomicBertModel",
+    "modern-bert": "ModernBertModel",
+    "jina-v3": "JinaEmbeddingsV3Model",
+    "eurobert": "EuroBertModel",
+    "qwen3": "Qwen3Model",
 }
+# A GGUF file does not tell the rules of Llama's tokenizer, which EuroBERT has.
+TOKENIZERS = [kind for kind in (*CLASSES, "jina-v2") if kind != "eurobert"]
+CHARACTERS = ["\ufb01 horse", "horse \uff41", "\u2460", "a\u0301b \ufb01\ufb01"]  # of a charsmap
 TEXTS = ["the horse", "A horse, a pack.", "abc def ing? pack!", "q", "horse  \u00e9 \u732b the"]
 
 
@@ -88,7 +98,8 @@ def test_hidden_states(kind: str, rows: list[list[int]], transformers: ModuleTyp
     result = ours(FILES / f"{kind}.gguf", rows)
     model = theirs(transformers, kind, ROUNDED.get(kind))
     assert_close(result, hidden(model, rows), atol=1e-5, rtol=0)
-    names = ("query", "q_lin", "qkv", "q_proj")
+    names = ("query", "q_lin", "qkv", "q_proj", "Wqkv")
+    names = ("v_proj",) if kind == "qwen3" else names  # whose queries are normalized
     queries = [p for name, p in model.named_parameters() if any(n in name for n in names)]
     with torch.no_grad():  # the comparison can fail
         queries[0].mul_(1.5)
@@ -114,17 +125,81 @@ def test_eight_bits(rows: list[list[int]], transformers: ModuleType) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+def test_jina_v2(rows: list[list[int]]) -> None:
+    """ALiBi and gates: transformers has no class, so the reference is that of Jina's own files."""
+    raw = json.loads((FILES / "jina-v2.config.json").read_text())
+    stored = load_file(FILES / "jina-v2.safetensors")
+    tensors = {f"bert.{name}": tensor.double() for name, tensor in stored.items()}
+    entries = [SyntheticSequence(np.array(row), np.zeros(len(row), int)) for row in rows]
+    want = torch.cat([jina_states(tensors, entry, raw) for entry in entries])
+    result = ours(FILES / "jina-v2.gguf", rows)
+    assert_close(result, want.float(), atol=1e-5, rtol=0)
+    tensors["bert.encoder.layer.0.mlp.gated_layers.weight"] *= 1.5  # the comparison can fail
+    moved = torch.cat([jina_states(tensors, entry, raw) for entry in entries])
+    assert (result - moved).abs().max() > 1e-4
+
+
+def test_gates_apart(library: Any, rows: list[list[int]], tmp_path: Path) -> None:
+    """Older files of Jina's models have gates and values as two tensors."""
+    source = library.GGUFReader(FILES / "jina-v2.gguf")
+    writer = library.GGUFWriter(tmp_path / "old.gguf", "jina-bert-v2")
+    for name, value in reader_header("jina-v2").metadata.items():
+        if name.startswith("jina-bert-v2."):
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            (writer.add_bool if isinstance(value, bool) else add)(name, value)
+    for tensor in source.tensors:
+        if "ffn_up" in tensor.name:
+            gates, values = np.split(np.array(tensor.data), 2)
+            writer.add_tensor(tensor.name.replace("up", "gate"), gates.copy())
+            writer.add_tensor(tensor.name, values.copy())
+        else:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert torch.equal(ours(tmp_path / "old.gguf", rows), ours(FILES / "jina-v2.gguf", rows))
+
+
+def reader_header(kind: str) -> container.GgufFile:
+    with (FILES / f"{kind}.gguf").open("rb") as file:
+        return container.read_header(file)
+
+
+def test_an_adapter_alone_is_refused(tmp_path: Path) -> None:
+    data = (FILES / "bert.gguf").read_bytes()
+    old = text("general.type") + struct.pack("<I", 8) + text("model")
+    assert old in data
+    path = tmp_path / "lora.gguf"
+    path.write_bytes(data.replace(old, old[: -len(text("model"))] + text("adapter")) + bytes(32))
+    with pytest.raises(CheckpointError, match="it holds 'adapter', and not a model; merge"):
+        load(path)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
 def test_tokenizer(kind: str) -> None:
     from tokenizers import Tokenizer as Library
 
     library = Library.from_file(str(FILES / f"{kind}.tokenizer.json"))
     tokenizer = Tokenizer.load(FILES / f"{kind}.gguf")
-    for text in TEXTS:
+    for text in [*TEXTS, *CHARACTERS, "[MASK] of  2,000'S |||EMAIL||| e\u0301\n\n x <mask>"]:
         assert tokenizer.encode([text])[0].ids.tolist() == library.encode(text).ids, text
     pair = tokenizer.encode([("the horse", "a pack")])[0].ids.tolist()
     assert pair == library.encode("the horse", "a pack").ids
     assert len({tuple(tokenizer.encode([text])[0].ids.tolist()) for text in TEXTS}) == len(TEXTS)
+
+
+def test_a_table_of_characters() -> None:
+    """SentencePiece's own, as it compiled it: "\ufb01" is "hi", and of one letter or of two."""
+    tokenizer = Tokenizer.load(FILES / "jina-v3.gguf")
+    written = ["hi horse", "horse a", "b", "cb hihi"]
+    rows = [
+        [row.ids.tolist() for row in tokenizer.encode(texts)] for texts in (CHARACTERS, written)
+    ]
+    assert rows[0] == rows[1]
+    plain = Tokenizer.load(FILES / "xlm-roberta.gguf")  # the control: the same words without one
+    rows = [[row.ids.tolist() for row in plain.encode(texts)] for texts in (CHARACTERS, written)]
+    assert all(first != second for first, second in zip(*rows, strict=True))
 
 
 def test_pooling_is_that_of_the_file(transformers: ModuleType) -> None:
@@ -382,5 +457,6 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     data = (FILES / "bert.gguf").read_bytes()
     path.write_bytes(data.replace(old, old.replace(b"bert", b"gpt2")))
     load(path)  # the weights are read all the same
-    with pytest.raises(CheckpointError, match=r"of the kind 'gpt2', .*--vocab tokenizer.json"):
+    message = r"of the kind 'gpt2' with the rules 'default', .*--vocab tokenizer.json"
+    with pytest.raises(CheckpointError, match=message):
         packhorse.load(path)

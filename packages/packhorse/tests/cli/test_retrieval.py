@@ -157,6 +157,7 @@ def test_three_outputs_and_their_fusion(
     for extra, says in (
         (("--outputs", "dense,colbert"), "no output 'colbert'"),
         ((*together, "--weights", "1,2"), "one of at least 0 for each"),
+        (("--weights", "1"), "--weights is for several outputs, and dense alone would be scored"),
         (("--outputs", "sparse", "--beside", "sentence-transformers"), "has no sparse output"),
         (("--outputs", "dense,sparse", "--precision", "int8"), "--precision is for dense vectors"),
     ):

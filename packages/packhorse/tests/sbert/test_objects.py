@@ -130,6 +130,88 @@ def test_queries_and_documents(both: dict[str, tuple[Any, Any]], side: str) -> N
     assert far(ours(TEXTS), theirs(TEXTS)) <= CLOSE * 100  # of weights up to 100
 
 
+def test_features_and_hooks(both: dict[str, tuple[Any, Any]]) -> None:
+    """`model(model.preprocess(…))`, and what hooks see and replace, are the library's."""
+    for kind, inputs in zip(KINDS, (TEXTS, PAIRS, TEXTS), strict=True):
+        results: list[torch.Tensor] = []
+        for model in both[kind]:
+            with torch.inference_mode():
+                features = model(model.preprocess(inputs))
+            results.append(features["scores" if kind == "CrossEncoder" else "sentence_embedding"])
+        first, second = (result.to_dense() for result in results)
+        assert far(first, second) <= CLOSE * max(1, float(second.abs().max()))
+    seen: list[Any] = []
+    model = copy.deepcopy(both["CrossEncoder"][0])
+    expected = model.predict(PAIRS, activation_fn=torch.nn.Identity())
+
+    def double(module: Any, inputs: tuple[Any, ...], output: dict[str, Any]) -> dict[str, Any]:
+        seen.append(module)
+        return {**output, "scores": 2 * output["scores"]}
+
+    handle = model.register_forward_hook(double)
+    assert far(model.predict(PAIRS, activation_fn=torch.nn.Identity()), 2 * expected) <= CLOSE
+    pickle.dumps(model)  # a function within another has no name to be found by
+    handle.remove()
+    assert far(model.predict(PAIRS, activation_fn=torch.nn.Identity()), expected) <= CLOSE
+    assert seen == [model]
+
+
+def test_models_of_modules_are_the_librarys_accelerated(
+    st: ModuleType, folders: dict[str, Path], both: dict[str, tuple[Any, Any]]
+) -> None:
+    theirs = both["SentenceTransformer"][1]
+    model = packhorse.SentenceTransformer(modules=list(theirs), device="cpu")
+    assert type(model) is st.SentenceTransformer
+    assert far(model.encode(TEXTS), theirs.encode(TEXTS)) <= CLOSE
+    assert model._inference._encoder is not None  # pyright: ignore
+
+
+SYSTEM = "{% for m in messages if m.role == 'system' %}{{ m.content }} . {% endfor %}"
+ROLE = "{{ (messages | selectattr('role', 'eq', '%s') | first).content }}"
+RERANKER = (
+    f"{{{{ bos_token }}}}{SYSTEM}cat : {ROLE % 'query'} dog : {ROLE % 'document'} [SEP] home !"
+)
+ONLY_CHAT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+PARTS = RERANKER.replace("content }}", "content[0].text }}")
+
+
+@pytest.mark.parametrize("template", [RERANKER, PARTS, {"default": ONLY_CHAT, "pairs": PARTS}])
+def test_chat_templates(st: ModuleType, tmp_path: Path, template: Any) -> None:
+    # As transformers saves it: a folder of the library's may say that it takes no messages.
+    folder = str(models.bert(tmp_path / "ranker", "BertForSequenceClassification"))
+    results: list[list[Any]] = []
+    for library in (packhorse, st):
+        model = library.CrossEncoder(
+            folder, device="cpu", processor_kwargs={"chat_template": template}
+        )
+        if not isinstance(template, str):
+            with pytest.raises(ValueError, match="cannot carry a 'query'/'document' pair"):
+                model.predict(PAIRS)
+            model[0].processing_kwargs["chat_template"] = {"chat_template": "pairs"}
+        cut = {"text": {"max_length": 18, "truncation": True}}
+        calls: list[dict[str, Any]] = [{}, {"prompt": "a mat"}, {"processing_kwargs": cut}]
+        results.append([model.predict(PAIRS, **options) for options in calls])
+    for ours, theirs in zip(*results, strict=True):
+        assert far(ours, theirs) <= CLOSE
+    plain = packhorse.CrossEncoder(folder, device="cpu")
+    before = plain.predict(PAIRS)
+    assert min(far(before, scores) for scores in results[0]) > 1e-4, "the template is not applied"
+    plain.processor.chat_template = ONLY_CHAT
+    with pytest.raises(InputError, match="it leaves out the query and the document; pass one"):
+        plain.predict(PAIRS)
+    plain.processor.chat_template = "{% for"
+    with pytest.raises(InputError, match="the chat template cannot be read: "):
+        plain.predict(PAIRS)
+    plain.processor.chat_template = "{{ raise_exception('no dogs') }}"
+    with pytest.raises(InputError, match="cannot carry this input: no dogs"):
+        plain.predict(PAIRS)
+    plain.processor.chat_template = "{{ messages.__class__.__mro__ }}"
+    with pytest.raises(InputError, match="unsafe"):
+        plain.predict(PAIRS)
+    plain.processor.chat_template = None
+    assert far(plain.predict(PAIRS), before) == 0
+
+
 def test_bytes_and_pairs(both: dict[str, tuple[Any, Any]]) -> None:
     ours, theirs = both["SentenceTransformer"]
     for precision in ("int8", "ubinary"):
@@ -278,8 +360,6 @@ def test_other_models_are_refused(folders: dict[str, Path], tmp_path: Path) -> N
         packhorse.CrossEncoder(str(folders["SentenceTransformer"]))
     with pytest.raises(InputError, match="does not weigh words"):
         packhorse.SparseEncoder(str(folders["SentenceTransformer"]))
-    with pytest.raises(InputError, match=r"pass that to packhorse.accelerate"):
-        packhorse.SentenceTransformer(modules=[torch.nn.Identity()])
     with pytest.raises(InputError, match="cannot be trained"):
         packhorse.SentenceTransformer(str(folders["SentenceTransformer"])).train()
     with pytest.raises(OSError, match="no folder"):
@@ -312,6 +392,39 @@ def test_another_number_format(dense: packhorse.SentenceTransformer) -> None:
     rounded = dense.encode(TEXTS)
     assert 0 < far(rounded, exact) < 0.1
     assert far(dense.float().encode(TEXTS), exact) == 0
+
+
+@pytest.mark.parametrize("half", ["half", "bfloat16"])
+def test_vectors_have_the_format_of_the_model(
+    st: ModuleType, folders: dict[str, Path], half: str
+) -> None:
+    calls: list[dict[str, Any]] = [
+        {},
+        {"convert_to_tensor": True},
+        {"convert_to_numpy": False},
+        {"normalize_embeddings": True},
+        {"output_value": "token_embeddings"},
+        {"precision": "ubinary"},
+    ]
+    formats: list[list[str]] = []
+    for library in (packhorse, st):
+        folder = str(folders["SentenceTransformer"])
+        dense = getattr(library.SentenceTransformer(folder, device="cpu"), half)()
+        vectors = [dense.encode(TEXTS, **options) for options in calls]
+        vectors += [dense.encode(TEXTS[0]), dense.encode(TEXTS, output_value=None)[0]]
+        formats.append([dtype_of(result) for result in vectors])
+        sparse = library.SparseEncoder(str(folders["SparseEncoder"]), device="cpu")
+        formats[-1].append(dtype_of(getattr(sparse, half)().encode(TEXTS)))
+        scores = library.CrossEncoder(str(folders["CrossEncoder"]), device="cpu")
+        formats[-1].append(dtype_of(getattr(scores, half)().predict(PAIRS)))
+    assert formats[0] == formats[1]
+    assert any("16" in name for name in formats[0]) and "float32" in formats[0]
+
+
+def dtype_of(result: Any) -> str:
+    if isinstance(result, dict):
+        result = result["sentence_embedding"]
+    return str(result[0].dtype if isinstance(result, list) else result.dtype)
 
 
 def test_the_tokenizer(both: dict[str, tuple[Any, Any]]) -> None:

@@ -383,6 +383,11 @@ def _prepare(
         default = "dot" if encoder.similarity_fn_name == "dot" else "cosine"
         counts = {"documents": len(data.documents), "queries": len(data.queries)}
         outputs = _outputs(encoder, flags)
+        if flags.weights is not None and len(outputs) == 1:
+            raise InputError(
+                f"--weights is for several outputs, and {outputs[0]} alone would be scored; name "
+                "them with --outputs, as dense,sparse"
+            )
         if outputs != ("dense",):
             if flags.precision:
                 raise InputError(

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 AModel = TypeVar("AModel", bound="BaseModel")
 
-OVERRIDE = "_inference"  # since sentence-transformers 6.0
+OVERRIDE = "_inference"  # since sentence-transformers 6.2
 # By class: the head of the encoder that does the same.
 HEADS = {"SentenceTransformer": "embed", "CrossEncoder": "classify", "SparseEncoder": "sparse"}
 # What `preprocess` may return. Other features would not reach the encoder.
@@ -77,11 +77,11 @@ def accelerate(model: AModel) -> AModel:
     The model stays what it is: its class, its attributes, its training. Results are those of
     before, within 1e-5 in float32. Takes a SentenceTransformer, a CrossEncoder or a SparseEncoder
     that `packhorse.load` could open from its folder, and raises for any other; the weights are
-    held twice. `del model._inference` undoes it. Needs sentence-transformers 6.
+    held twice. `del model._inference` undoes it. Needs sentence-transformers 6.2.
     """
     kind = _kind(model)
     if not hasattr(type(model), OVERRIDE):
-        raise InputError("accelerate needs sentence-transformers 6 or later; upgrade it")
+        raise InputError("accelerate needs sentence-transformers 6.2 or later; upgrade it")
     if isinstance(vars(model).get(OVERRIDE), PackedInference):
         return model
     packed = PackedInference(model, kind)

@@ -7,7 +7,7 @@ told once, so that one changed import is enough.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from packhorse import device as devices
 from packhorse.checkpoint import hub
 from packhorse.errors import CheckpointError, InputError, PackhorseError
 from packhorse.runtime.sentences import SIMILARITIES
+from packhorse.sbert.acceleration import accelerate
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +32,25 @@ def tell_ignored(name: str, reason: str) -> None:
         logger.warning("%s is ignored: %s", name, reason)
 
 
-def refuse_modules(modules: Any, kind: str) -> None:
-    """Raise if a model is to be made of modules, which are the library's own."""
-    if modules is not None:
+def library_class(kind: str) -> Any:
+    """Return sentence-transformers' own class of this name."""
+    try:
+        import sentence_transformers
+    except ImportError as error:
         raise InputError(
-            f"modules= takes modules of sentence-transformers; make its {kind} of them, and pass "
-            "that to packhorse.accelerate"
-        )
+            "modules= takes modules of sentence-transformers, which is not installed"
+        ) from error
+    return getattr(sentence_transformers, kind)
+
+
+def of_modules(kind: str, modules: Any, options: Mapping[str, Any]) -> Any:
+    """Return the library's own model of these modules, accelerated if it can be."""
+    model = library_class(kind)(modules=modules, **options)
+    try:
+        return accelerate(model)
+    except PackhorseError as error:
+        logger.warning("the model of these modules is not accelerated: %s", error)
+        return model
 
 
 def locate(
@@ -88,6 +101,7 @@ def tell_ignored_options(
     processor_kwargs: Mapping[str, Any],
     config_kwargs: Mapping[str, Any],
     trust_remote_code: bool,
+    processor_known: Sequence[str],
 ) -> None:
     """Tell of all options that belong to transformers, and are not needed or not known here."""
     if backend != "torch":
@@ -96,7 +110,7 @@ def tell_ignored_options(
         tell_ignored("trust_remote_code", "no code from a model's folder ever runs")
     for group, options, known in (
         ("model_kwargs", model_kwargs, DTYPES),
-        ("processor_kwargs", processor_kwargs, ("model_max_length",)),
+        ("processor_kwargs", processor_kwargs, processor_known),
         ("config_kwargs", config_kwargs, ()),
     ):
         for name in options:
@@ -113,10 +127,10 @@ def rename_argument(old_name: str, old_value: Any, name: str, value: Any) -> Any
 
 
 def tell_renamed(old_name: str, name: str) -> None:
-    """Log, once a process, that an argument has another name today."""
-    if old_name not in TOLD:
-        TOLD.add(old_name)
-        logger.warning("%s is an older name of %s, which comes first", old_name, name)
+    """Log that an argument has another name today, which comes first."""
+    logger.warning(
+        "the `%s` argument was renamed and is now deprecated: write `%s`", old_name, name
+    )
 
 
 def similarity_name(value: Any) -> str:

@@ -173,13 +173,15 @@ class SentenceTransformer(PackedModel):
         results = self._distribute(texts, pool, device, chunk_size, options)
         if output_value != "sentence_embedding":
             return results[0] if single else list(results)
-        vectors = results.cpu().numpy() if isinstance(results, Tensor) else np.array([], np.float32)
+        vectors = results.cpu() if isinstance(results, Tensor) else torch.tensor([])
         if precision not in (None, "float32") and len(vectors):
-            vectors = quantize(vectors, precision)
+            vectors = torch.from_numpy(quantize(vectors.float().numpy(), precision))
         if convert_to_tensor:
-            converted: Any = torch.from_numpy(vectors).to(self.device)
+            converted: Any = vectors.to(self.device)
+        elif convert_to_numpy:  # which has no bfloat16
+            converted = (vectors.float() if vectors.dtype == torch.bfloat16 else vectors).numpy()
         else:
-            converted = vectors if convert_to_numpy else list(torch.from_numpy(vectors))
+            converted = list(vectors)
         return converted[0] if single else converted
 
     def encode_query(
@@ -222,26 +224,6 @@ class SentenceTransformer(PackedModel):
     ) -> np.ndarray:
         """Encode in a pool: an older name of `encode(…, pool=pool)`."""
         return self.encode(sentences, pool=pool, **options)
-
-    def forward(self, input: Mapping[str, Tensor], **_: Any) -> dict[str, Any]:
-        """Return the features of `preprocess` with the vectors of their rows."""
-        lengths = input["attention_mask"].sum(1).tolist()
-        types = input.get("token_type_ids", torch.zeros_like(input["input_ids"]))
-        rows = [
-            Encoding(
-                ids[:length].numpy().astype(np.int32),
-                kinds[:length].numpy().astype(np.uint8),
-                np.zeros((length, 2), np.int32),
-                np.zeros(length, bool),
-                (slice(0, length),),
-            )
-            for ids, kinds, length in zip(input["input_ids"], types, lengths, strict=True)
-        ]
-        outputs = self._open().run(rows, "embed")
-        vectors = torch.from_numpy(np.stack([vector for (vector,) in outputs]))
-        return {**input, "sentence_embedding": vectors.to(self.device)}
-
-    __call__ = forward
 
     def similarity(self, embeddings1: Vectors, embeddings2: Vectors) -> Tensor:
         """Return the similarity of all first to all second vectors, [n1, n2]."""
@@ -299,27 +281,45 @@ class SentenceTransformer(PackedModel):
             if not inputs:
                 return []
             with progress_bar(show_progress_bar) as progress:
-                vectors = torch.from_numpy(self._vectors(encoder, inputs, prompt, others, progress))
-            vectors = vectors[:, :truncate_dim].to(self.device)
-            return normalize(vectors, dim=1) if normalize_embeddings else vectors
+                features = {"inputs": inputs, "prompt": prompt, "options": others}
+                vectors = self(features | {"progress": progress})["sentence_embedding"]
+            vectors = vectors[:, :truncate_dim]
+            if not normalize_embeddings:
+                return vectors
+            return normalize(vectors.float(), dim=1).to(vectors.dtype)
         encodings = self._encodings(encoder, inputs, prompt, others)
         heads = ("hidden",) if output_value else ("hidden", "embed")
         with progress_bar(show_progress_bar) as progress:
             rows = encoder.run(encodings, *heads, progress=progress)
-        states = [torch.from_numpy(row[0]).to(self.device) for row in rows]
+        states = [self._converted(row[0]) for row in rows]
         if output_value:
             return states
         results: list[dict[str, Any]] = []
         for encoding, row, tokens in zip(encodings, rows, states, strict=True):
             features = {name: column[0] for name, column in self._features([encoding]).items()}
             features["token_embeddings"] = tokens
-            vector = torch.from_numpy(row[1])[:truncate_dim]
-            results.append({**features, "sentence_embedding": vector.to(self.device)})
+            vector = self._converted(row[1][:truncate_dim])
+            results.append({**features, "sentence_embedding": vector})
             results[-1]["modality"] = "text"
             if prompt:
                 (alone,) = encoder.tokenizer.encode([prompt], limit)
                 results[-1]["prompt_length"] = len(alone) - int(alone.special[-1])
         return results
+
+    def forward(self, input: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+        """Compute `sentence_embedding`, the vectors, of what `preprocess` returned."""
+        encoder = self._open()
+        progress = input.get("progress")
+        if "inputs" in input:  # of `_inference`: texts have a quicker way
+            inputs, prompt, options = (input[key] for key in ("inputs", "prompt", "options"))
+            vectors = self._vectors(encoder, inputs, prompt, options, progress)
+        else:
+            rows = encoder.run(self._unpadded(input), "embed", progress=progress)
+            vectors = np.stack([vector for (vector,) in rows])
+        return {**input, "sentence_embedding": self._converted(vectors)}
+
+    def _converted(self, numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(numbers).to(self.device, self._result_dtype)
 
     def _encodings(
         self, encoder: Encoder, inputs: list[Any], prompt: str | None, options: Mapping[str, Any]

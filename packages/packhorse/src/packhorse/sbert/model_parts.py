@@ -57,6 +57,15 @@ class ModelPart:
         self._model.max_seq_length = value
 
     @property
+    def processing_kwargs(self) -> dict[str, Any]:
+        """The options of every call to `preprocess`; may be changed."""
+        return self._model.processing_kwargs
+
+    def preprocess(self, inputs: Any, prompt: str | None = None, **options: Any) -> dict[str, Any]:
+        """Return the token ids, types and mask of texts, as rows of one length."""
+        return self._model.preprocess(inputs, prompt, **options)
+
+    @property
     def config(self) -> SimpleNamespace:
         """The settings of `config.json`, as attributes."""
         return SimpleNamespace(**self._model._config)

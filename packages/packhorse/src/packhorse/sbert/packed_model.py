@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +25,7 @@ from typing import Any, ClassVar, Self, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from packhorse import device as devices
 from packhorse.checkpoint import files, sentence
@@ -38,6 +40,7 @@ from packhorse.tokens.tokenizer import Encoding, Tokenizer
 
 logger = logging.getLogger(__name__)
 
+Hook = Callable[[Any, tuple[Any, ...], Any], Any]  # as torch's: model, inputs, output
 CHOSEN = "chosen"  # the name under which the encoder gets a prompt
 CALL_EXTRAS = {"task", "processing_kwargs"}  # arguments that every model takes
 
@@ -47,6 +50,13 @@ class PackedModel(ABC):
 
     model_type: ClassVar[str]
     organization: ClassVar[str | None] = None  # of names without one
+    processor_options: ClassVar[tuple[str, ...]] = ("model_max_length",)
+
+    def __new__(cls, *args: Any, modules: Any = None, **options: Any) -> Any:
+        """Make a model of a folder; of modules, which are the library's, its own class of model."""
+        if modules is None:
+            return super().__new__(cls)
+        return arguments.of_modules(cls.model_type, modules, options)
 
     def __init__(
         self,
@@ -67,11 +77,15 @@ class PackedModel(ABC):
         model_card_data: Any = None,
         backend: str = "torch",
     ) -> None:
-        arguments.refuse_modules(modules, self.model_type)
         options = model_kwargs or {}
         processor = processor_kwargs or {}
         arguments.tell_ignored_options(
-            backend, options, processor, config_kwargs or {}, trust_remote_code
+            backend,
+            options,
+            processor,
+            config_kwargs or {},
+            trust_remote_code,
+            self.processor_options,
         )
         self.model_card_data = model_card_data or SimpleNamespace()
         self._trusted = trust_remote_code
@@ -93,6 +107,7 @@ class PackedModel(ABC):
         self._tokenizer_view: HubTokenizer | None = None
         self._include_prompt: bool | None = None
         self._encoder: Encoder | None = None
+        self._hooks: OrderedDict[int, Hook] = OrderedDict()
         inherits = self._settings.get("model_type", self.model_type) == self.model_type
         stored, default = sentence.prompts(self._settings if inherits else {})
         self.prompts: dict[str, str] = self._base_prompts() | stored | dict(prompts or {})
@@ -107,6 +122,10 @@ class PackedModel(ABC):
     @abstractmethod
     def _inference(self, inputs: list[Any], **options: Any) -> Any:
         """Compute a list of inputs in this process."""
+
+    @abstractmethod
+    def forward(self, input: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        """Compute what `preprocess` returned."""
 
     @abstractmethod
     def _check(self, encoder: Encoder) -> None:
@@ -164,6 +183,11 @@ class PackedModel(ABC):
     def dtype(self) -> torch.dtype:
         """The number format that the model computes in."""
         return self._dtype
+
+    @property
+    def _result_dtype(self) -> torch.dtype:
+        """The number format of vectors, as of a module of torch; they are computed in float32."""
+        return self._dtype if self._dtype.is_floating_point else torch.float32
 
     @property
     def max_seq_length(self) -> int:
@@ -315,6 +339,44 @@ class PackedModel(ABC):
             limits.append(self._tokenizer_view.model_max_length)
         return min(int(limit) for limit in limits if limit is not None)
 
+    # What a module of torch is called by.
+
+    def __call__(self, input: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        """Run `forward`, and then the hooks, each of which may replace its result."""
+        output = self.forward(input, **options)
+        for hook in tuple(self._hooks.values()):
+            replaced = hook(self, (input,), output)
+            output = output if replaced is None else replaced
+        return output
+
+    def register_forward_hook(self, hook: Hook) -> RemovableHandle:
+        """Have a function called with the model, its features and its result."""
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    def _unpadded(self, features: Mapping[str, Any]) -> list[Encoding]:
+        """Return the sequences of `features`: as `_inference` gives them, or of padded rows."""
+        if "encodings" in features:
+            return features["encodings"]
+        ids = features["input_ids"]
+        mask = features.get("attention_mask", torch.ones_like(ids)).bool()
+        types = features.get("token_type_ids", torch.zeros_like(ids))
+        rows: list[Encoding] = []
+        for row, kept, kinds in zip(ids, mask, types, strict=True):
+            tokens = row[kept].cpu().numpy().astype(np.int32)
+            size = len(tokens)
+            rows.append(
+                Encoding(
+                    tokens,
+                    kinds[kept].cpu().numpy().astype(np.uint8),
+                    np.zeros((size, 2), np.int32),
+                    np.zeros(size, bool),
+                    (slice(0, size),),
+                )
+            )
+        return rows
+
     # What calls have in common.
 
     def _resolve_prompt(self, prompt: str | None, prompt_name: str | None) -> str | None:
@@ -402,6 +464,7 @@ class PackedModel(ABC):
         """Return the folder and the settings; the weights are read again where they arrive."""
         state = dict(vars(self))
         state["_encoder"] = None
+        state["_hooks"] = OrderedDict()
         state["_tokenizer_view"] = None
         state["_tokenizer"] = None if self._tokenizer is None else self._tokenizer.to_json()
         return state

@@ -10,6 +10,7 @@ names, which may be replaced for a call or for good.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -19,12 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from packhorse.errors import InputError
+from packhorse.json_types import is_object
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.sentences import progress_bar
 from packhorse.sbert.arguments import rename_argument, tell_ignored
 from packhorse.sbert.model_parts import ModelPart
 from packhorse.sbert.packed_model import PackedModel, as_list
+from packhorse.tokens.chat_template import ChatTemplate
 from packhorse.tokens.tokenizer import Encoding
+
+logger = logging.getLogger(__name__)
 
 Activation = Callable[[Tensor], Tensor]
 OLDER_NAMES = {
@@ -46,6 +51,7 @@ class CrossEncoder(PackedModel):
     """
 
     model_type: ClassVar[str] = "CrossEncoder"
+    processor_options: ClassVar[tuple[str, ...]] = ("model_max_length", "chat_template")
 
     def __init__(
         self,
@@ -79,12 +85,18 @@ class CrossEncoder(PackedModel):
         processor_kwargs = _older(older, "tokenizer_args", processor_kwargs)
         processor_kwargs = _older(older, "tokenizer_kwargs", processor_kwargs)
         activation_fn = _older(older, "default_activation_function", activation_fn)
-        if older.pop("classifier_dropout", None) is not None:
-            tell_ignored("classifier_dropout", "nothing is dropped where nothing is trained")
+        dropout = older.pop("classifier_dropout", None)
+        if dropout is not None:
+            logger.warning(
+                "the `classifier_dropout` argument is deprecated, and nothing is dropped where "
+                "nothing is trained"
+            )
         if older:
             raise TypeError(f"CrossEncoder takes no argument {', '.join(older)}")
         if keep_in_fp32_modules:
             tell_ignored("keep_in_fp32_modules", "a model computes in one number format here")
+        self.chat_template: Any = (processor_kwargs or {}).get("chat_template")
+        self.processing_kwargs: dict[str, Any] = {}  # of every call, as `chat_template` for options
         super().__init__(
             model_name_or_path,
             modules=modules,
@@ -104,13 +116,18 @@ class CrossEncoder(PackedModel):
         )
         if max_length is not None:
             self.max_length = max_length
+        if dropout is not None:
+            self._config["classifier_dropout"] = dropout
         named = getattr(nn, self._open().score_activation, nn.Identity)
         self.activation_fn: Activation = activation_fn or named()
 
     @property
     def default_activation_function(self) -> Activation:
         """What comes after the logits: an older name of `activation_fn`."""
-        message = "default_activation_function is now called activation_fn"
+        message = (
+            "The `default_activation_function` property was renamed and is now deprecated: read "
+            "`activation_fn`"
+        )
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return self.activation_fn
 
@@ -118,6 +135,11 @@ class CrossEncoder(PackedModel):
     def model(self) -> ModelPart:
         """The transformer, of which only the configuration can be read."""
         return self[0]
+
+    @property
+    def processor(self) -> Processor:
+        """The tokenizer, with the chat template, which may be set."""
+        return Processor(self)
 
     def _check(self, encoder: Encoder) -> None:
         if "classify" not in encoder.heads:
@@ -262,6 +284,12 @@ class CrossEncoder(PackedModel):
     def _encodings(
         self, encoder: Encoder, inputs: list[Any], prompt: str | None, options: Mapping[str, Any]
     ) -> list[Encoding]:
+        if self.chat_template is not None:
+            named = self.processing_kwargs | (options.get("processing_kwargs") or {})
+            template = ChatTemplate(self.chat_template, self._special_tokens())
+            chosen: Mapping[str, Any] = named.get("chat_template", {})
+            limit = self._limit(encoder, options)
+            return template.encode(encoder.tokenizer, inputs, limit, prompt, **chosen)
         for entry in inputs:
             if isinstance(entry, str) or len(entry) != 2:
                 raise InputError(f"a CrossEncoder takes pairs of texts, not {entry!r:.80}")
@@ -286,12 +314,50 @@ class CrossEncoder(PackedModel):
         encoder = self._open()
         encodings = self._encodings(encoder, inputs, prompt, others)
         with progress_bar(show_progress_bar) as progress:
-            rows = encoder.run(encodings, "classify", progress=progress)
-        logits = torch.from_numpy(np.stack([row for (row,) in rows])).to(self.device)  # [n, C]
+            logits = self({"encodings": encodings, "progress": progress})["scores"]  # [n, C]
         scores = activation_fn(logits)
         if self.num_labels == 1 and scores.ndim > 1:
             return scores.squeeze(-1)
         return nn.functional.softmax(scores, dim=1) if apply_softmax else scores
+
+    def forward(self, input: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+        """Compute `scores`, the logits, of what `preprocess` returned."""
+        rows = self._open().run(self._unpadded(input), "classify", progress=input.get("progress"))
+        scores = torch.from_numpy(np.stack([row for (row,) in rows])).to(self.device)
+        return {**input, "scores": scores}
+
+    def _special_tokens(self) -> dict[str, str]:
+        """Return the spellings of special tokens, which a chat template may use."""
+        settings = self._read("tokenizer_config.json")
+        spelled = {
+            name: token.get("content") if is_object(token) else token
+            for name, token in settings.items()
+            if name.endswith("_token")
+        }
+        return {name: token for name, token in spelled.items() if isinstance(token, str)}
+
+
+class Processor:
+    """A model's tokenizer under the name of transformers' processors."""
+
+    def __init__(self, model: CrossEncoder) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the tokenizer has."""
+        return getattr(self._model.tokenizer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self._model.tokenizer(*args, **kwargs)
+
+    @property
+    def chat_template(self) -> Any:
+        """The template in Jinja that makes one text of a pair; may be set, None for none."""
+        return self._model.chat_template
+
+    @chat_template.setter
+    def chat_template(self, template: Any) -> None:
+        self._model.chat_template = template
 
 
 def _older(options: dict[str, Any], name: str, value: Any) -> Any:

@@ -252,31 +252,42 @@ class SparseEncoder(PackedModel):
     ) -> Any:
         if not inputs:
             return []
-        encoder = self._open()
-        query = others.get("task") == "query"
-        chosen = {CHOSEN: prompt or "", "query": "", "document": ""}
         texts = [tuple(entry) if isinstance(entry, list) else entry for entry in inputs]
+        features = {"inputs": texts, "prompt": prompt, "options": others}
         with progress_bar(show_progress_bar) as progress:
-            rows = vectors_of(
-                replace(encoder, prompts=chosen).sparse(
-                    texts,
-                    query=query,
-                    prompt=CHOSEN if prompt else "",
-                    top_k=max_active_dims,
-                    max_length=self._limit(encoder, others),
-                    long="truncate",
-                    progress=progress,
-                )
+            result = self(features | {"max_active_dims": max_active_dims, "progress": progress})
+        return result["sentence_embedding"]
+
+    def forward(self, input: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+        """Compute `sentence_embedding`, a sparse matrix, of what `preprocess` returned."""
+        encoder = self._open()
+        options: Mapping[str, Any] = input.get("options", {})
+        prompt = input.get("prompt")
+        inputs: Any = input.get("inputs")
+        if inputs is None:
+            inputs = [row.ids.tolist() for row in self._unpadded(input)]
+        chosen = {CHOSEN: prompt or "", "query": "", "document": ""}
+        rows = vectors_of(
+            replace(encoder, prompts=chosen).sparse(
+                inputs,
+                query=options.get("task") == "query",
+                prompt=CHOSEN if prompt else "",
+                top_k=input.get("max_active_dims"),
+                max_length=self._limit(encoder, options),
+                long="truncate",
+                progress=input.get("progress"),
             )
+        )
         numbers = np.repeat(np.arange(len(rows)), [len(row.indices) for row in rows])
         words = np.concatenate([row.indices for row in rows]).astype(np.int64)
         weights = np.concatenate([row.weights for row in rows])
-        return torch.sparse_coo_tensor(
+        matrix = torch.sparse_coo_tensor(
             torch.from_numpy(np.stack([numbers, words])),
-            torch.from_numpy(weights),
+            torch.from_numpy(weights).to(self._result_dtype),
             (len(rows), self.get_embedding_dimension()),
             check_invariants=False,
-        ).coalesce()
+        )
+        return {**input, "sentence_embedding": matrix.coalesce()}
 
 
 def _all_sparse(*vectors: Any) -> bool:

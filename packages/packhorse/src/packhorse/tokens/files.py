@@ -171,8 +171,9 @@ def gguf_settings(path: Path) -> dict[str, Any]:
 def _from_gguf(path: Path, config: dict[str, Any]) -> "Library":
     with path.open("rb") as file:
         metadata = read_header(file).metadata
-    if gguf.kind(metadata) == "t5":
-        return gguf.unigram(metadata)
+    kind = gguf.kind(metadata)
+    if kind != "bert":
+        return gguf.unigram(metadata) if kind == "t5" else gguf.byte_pairs(metadata)
     return _wordpiece(path, gguf.words(metadata), {**gguf.special_tokens(metadata), **config})
 
 

@@ -8,7 +8,7 @@ tokenizer. In a WordPiece vocabulary it writes "▁word" for the beginning of a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from packhorse.errors import CheckpointError
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
 SPACE = "\u2581"
-CONTROL = 3  # TokenType of llama.cpp
+CONTROL, USER_DEFINED = 3, 4  # TokenType of llama.cpp
 PREFIX = "tokenizer.ggml."
 # Role of a special token → the keys of its id; llama.cpp spells the second so, and has called the
 # first two by the names of its language models' tokens.
@@ -46,11 +46,13 @@ def words(metadata: Mapping[str, Any]) -> dict[str, int]:
 
 
 def kind(metadata: Mapping[str, Any]) -> str:
-    """The kind of tokenizer: `bert` is WordPiece, `t5` is SentencePiece's unigram model."""
+    """The kind of tokenizer: `bert` is WordPiece, `t5` a unigram model, `gpt2` byte pairs."""
     name = metadata.get(f"{PREFIX}model")
-    if name not in ("bert", "t5"):
+    rules = metadata.get(f"{PREFIX}pre")
+    if name not in ("bert", "t5") and not (name == "gpt2" and rules in PRE_TOKENIZERS):
+        called = f"{name!r}" if name != "gpt2" else f"'gpt2' with the rules {rules!r}"
         raise CheckpointError(
-            f"its tokenizer is of the kind {name!r}, whose rules a GGUF file does not tell; pass "
+            f"its tokenizer is of the kind {called}, whose rules a GGUF file does not tell; pass "
             f"that of the model it was made of: --vocab tokenizer.json (vocab=)"
         )
     return str(name)
@@ -112,6 +114,70 @@ def unigram(metadata: Mapping[str, Any]) -> Library:
     return library
 
 
+def byte_pairs(metadata: Mapping[str, Any]) -> Library:
+    """GPT-2's byte pairs, which RoBERTa, ModernBERT and Qwen have too, each with its own words."""
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+    )
+
+    tokens = _tokens(metadata)
+    ids = {token: number for number, token in enumerate(tokens)}
+    if len(ids) < len(tokens):
+        raise CheckpointError("two tokens are spelled alike")
+    merges: Any = metadata.get(f"{PREFIX}merges")
+    pairs = [tuple(str(merge).split(" ")) for merge in merges or ()]
+    for pair in pairs:
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= ids.keys():
+            raise CheckpointError(f"the merge {' '.join(pair)!r} is not of two tokens to a third")
+    rules = metadata[f"{PREFIX}pre"]
+    regex = PRE_TOKENIZERS[rules]
+    library: Any = Tokenizer(models.BPE(ids, cast("list[tuple[str, str]]", pairs)))
+    if rules not in ROBERTA:
+        library.normalizer = normalizers.NFC()
+    split = [pre_tokenizers.Split(Regex(regex), "isolated")] if regex else []
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not regex)]
+    )
+    library.decoder = decoders.ByteLevel()
+    special = special_tokens(metadata)
+    begins = metadata.get(f"{PREFIX}add_bos_token", rules in ROBERTA)
+    ends = metadata.get(f"{PREFIX}add_eos_token", rules in ROBERTA)
+    begin = [special["cls_token"]] if begins and "cls_token" in special else []
+    end = [special["sep_token"]] if ends and "sep_token" in special else []
+    between = end * 2 if rules in ROBERTA else end
+    library.post_processor = processors.TemplateProcessing(
+        single=[*begin, "$A", *end],
+        pair=[*begin, "$A", *between, "$B", *end],
+        special_tokens=[(token, ids[token]) for token in {*begin, *end}],
+    )
+    kinds = metadata.get(f"{PREFIX}token_type", [])
+    for number, kind in enumerate(list(kinds)[: len(tokens)]):
+        token = tokens[number]
+        mask = token == special.get("mask_token")  # as there: it takes the space before it
+        if kind == CONTROL:
+            library.add_special_tokens([AddedToken(token, lstrip=mask, normalized=False)])
+        elif kind == USER_DEFINED:
+            library.add_tokens([AddedToken(token, normalized=False)])
+    return library
+
+
+# Rules of a byte-pair tokenizer, by the name that llama.cpp gives them → what splits a text before
+# GPT-2's bytes; empty: as GPT-2 does.
+ROBERTA = ("roberta-bpe", "jina-v1-en", "jina-v2-es", "jina-v2-de", "jina-v2-code")
+CASES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PRE_TOKENIZERS = {
+    **dict.fromkeys(ROBERTA, ""),
+    "modern-bert": "",
+    "qwen2": CASES + r"\p{N}" + REST,
+}
 XLM_ROBERTA = {"unk": "<unk>", "sep": "</s>", "pad": "<pad>", "cls": "<s>", "mask": "<mask>"}
 
 

@@ -2,7 +2,8 @@
 
 Its converter renames the tensors of all families in one way, drops poolers and pretraining heads,
 and cuts RoBERTa's table of positions to those that are used. So an architecture `bert` is a BERT
-whatever it was made of, except for DistilBERT, which has no token types.
+whatever it was made of, except for DistilBERT, which has no token types. The names and keys are
+those of `gguf-py/gguf/constants.py` and `tensor_mapping.py` in ggml-org/llama.cpp (commit b21e4de).
 """
 
 from __future__ import annotations
@@ -11,12 +12,30 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from packhorse.checkpoint.names.families import FAMILIES, Family, family_of, sources, table
+from packhorse.checkpoint.names.families import (
+    FAMILIES,
+    Family,
+    family_of,
+    modules_of,
+    sources,
+    table,
+)
 from packhorse.errors import CheckpointError
 
-ARCHITECTURES = {"bert": "bert", "nomic-bert": "nomic_bert"}  # and the family of each
+ARCHITECTURES = {  # and the family of each
+    "bert": "bert",
+    "nomic-bert": "nomic_bert",
+    "modern-bert": "modernbert",
+    "jina-bert-v2": "bert",
+    "jina-bert-v3": "jina_embeddings_v3",
+    "eurobert": "eurobert",
+    "qwen3": "qwen3",
+}
+RMS = ("eurobert", "qwen3")  # whose norms have the epsilon of another key
+CAUSAL = ("qwen3",)
 POOLINGS = {0: None, 1: "mean", 2: "cls", 3: "lasttoken"}
 # Field of BertConfig → key after the architecture.
 SIZES = {
@@ -39,10 +58,15 @@ MODULES = {
     "attn_v": ("bert.layers.{}.attention.qkv", 2),
     "attn_output": ("bert.layers.{}.attention.out", None),
     "attn_output_norm": ("bert.layers.{}.attention_norm", None),
+    "attn_norm": ("bert.layers.{}.attention_norm", None),
+    "attn_q_norm": ("bert.layers.{}.attention.query_norm", None),
+    "attn_k_norm": ("bert.layers.{}.attention.key_norm", None),
+    "ffn_norm": ("bert.layers.{}.norm", None),
     "ffn_gate": ("bert.layers.{}.up.dense", 0),
     "ffn_up": ("bert.layers.{}.up.dense", 1),
     "ffn_down": ("bert.layers.{}.down", None),
     "layer_output_norm": ("bert.layers.{}.norm", None),
+    "output_norm": ("bert.norm", None),
 }
 TENSOR = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.(weight|bias)")
 
@@ -55,14 +79,27 @@ def config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str,
             f"its architecture {architecture!r} is not read; those that are: "
             f"{', '.join(ARCHITECTURES)}"
         )
-    if metadata.get(f"{architecture}.attention.causal", False) is not False:
-        raise CheckpointError("its attention is causal: a language model, no encoder")
+    if metadata.get("general.type", "model") != "model":
+        raise CheckpointError(
+            f"it holds {metadata['general.type']!r}, and not a model; merge an adapter in PEFT's "
+            f"layout (--adapter)"
+        )
+    expects = architecture in CAUSAL
+    if metadata.get(f"{architecture}.attention.causal", expects) is not expects:
+        raise CheckpointError(
+            "its attention is two-way"
+            if expects
+            else "its attention is causal: a language model, no encoder"
+        )
     types = "token_types.weight" in tensors
     is_distilbert = architecture == "bert" and not types
     model_type = "distilbert" if is_distilbert else ARCHITECTURES[architecture]
     keys = FAMILIES[model_type].config
     raw: dict[str, Any] = {"model_type": model_type}
-    for field, key in SIZES.items():
+    sizes = SIZES | (
+        {"norm_eps": "attention.layer_norm_rms_epsilon"} if architecture in RMS else {}
+    )
+    for field, key in sizes.items():
         value = metadata.get(f"{architecture}.{key}")
         if value is None:
             raise CheckpointError(f"the key {architecture}.{key} is missing")
@@ -74,10 +111,40 @@ def config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str,
         raw["type_vocab_size"] = tensors["token_types.weight"].shape[0]
     if "position_embd.weight" in tensors:
         raw[keys["max_positions"]] = tensors["position_embd.weight"].shape[0]
-    if architecture == "nomic-bert":
-        base = metadata.get("nomic-bert.rope.freq_base", 10_000.0)
-        raw |= {"rope_parameters": {"rope_type": "default", "rope_theta": base}}
-    return raw
+    return raw | _settings(architecture, metadata)
+
+
+def _settings(architecture: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a configuration that only this architecture has; absent ones as in llama.cpp."""
+
+    def value(key: str, default: Any = None) -> Any:
+        return metadata.get(f"{architecture}.{key}", default)
+
+    scaling = value("rope.scaling.type", "none")
+    if scaling != "none":
+        raise CheckpointError(f"its rotary positions are scaled ({scaling}), which is not read")
+    base = value("rope.freq_base", 10_000.0)
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": base}}
+    if architecture == "modern-bert":
+        return {
+            "hidden_activation": value("hidden_activation", "gelu"),
+            "local_attention": value("attention.sliding_window"),
+            "global_attn_every_n_layers": value("attention.sliding_window_pattern", 3),
+            "global_rope_theta": base,
+            "local_rope_theta": value("rope.freq_base_swa", base),
+        }
+    if architecture == "jina-bert-v2":
+        return {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
+    if architecture in ("nomic-bert", "jina-bert-v3"):
+        return rope
+    if architecture in RMS:
+        heads = value("attention.head_count")
+        width = value("attention.key_length", value("embedding_length", 0) // max(1, heads or 1))
+        return rope | {
+            "num_key_value_heads": value("attention.head_count_kv", heads),
+            "head_dim": width,
+        }
+    return {}
 
 
 def pooling(metadata: Mapping[str, Any]) -> str | None:
@@ -96,6 +163,8 @@ def from_gguf(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors by canonical name, and each one's name in the file; `tensors` is emptied."""
     family = family_of(raw)
+    if len(modules_of(table(family).get("bert.layers.{}.up.dense", ""))) == 1:
+        _join_gates(tensors)
     result: dict[str, Tensor] = {}
     called: dict[str, str] = {}
     for name in list(tensors):
@@ -109,6 +178,15 @@ def from_gguf(
             result[canonical] = part
             called[canonical] = name
     return result, called
+
+
+def _join_gates(tensors: dict[str, Tensor]) -> None:
+    """Gates and values as one matrix, as this family has them: its older files have two."""
+    for name in [name for name in tensors if ".ffn_gate." in name]:
+        values = tensors.get(name.replace("gate", "up"))
+        gates = tensors[name]
+        if values is not None and values.shape == gates.shape:
+            tensors[name.replace("gate", "up")] = torch.cat([tensors.pop(name), values])
 
 
 def _canonical_names(name: str, family: Family) -> tuple[str, ...]:
