@@ -31,8 +31,8 @@ def quantize(
     calibrate: Annotated[
         str | None,
         Parameter(
-            help="Texts to judge by, one per line or a column `text`; those you will encode are "
-            "best. Default real English."
+            help="Texts whose vectors are compared, one per line or a column `text`: best those "
+            "you will encode. Default docstrings of the standard library."
         ),
     ] = None,
     limit: Annotated[int, Parameter(help="Use at most so many of them.")] = 1000,
@@ -73,10 +73,10 @@ def quantize(
     result = model.quality
     kept = sorted(model.checkpoint.kept)
     rows = [
-        ["cosine to fp32, mean", result.cosine_mean, quality.LEAST_MEAN],
-        ["cosine to fp32, least", result.cosine_min, quality.LEAST],
-        ["overlap of the nearest 10", result.top10, quality.LEAST_OVERLAP],
-        ["the same, queries over fp32", result.top10_mixed, quality.LEAST_OVERLAP],
+        ["cosine to fp32, mean", result.cosine_mean, quality.MIN_COSINE_MEAN],
+        ["cosine to fp32, least", result.cosine_min, quality.MIN_COSINE],
+        ["overlap of the nearest 10", result.top10, quality.MIN_OVERLAP],
+        ["the same, queries over fp32", result.top10_mixed, quality.MIN_OVERLAP],
     ]
     table(f"{source} in int8 on {result.texts:,} texts", ["", "", "at least"], rows)
     if not (result.good or allow_loss):
@@ -102,7 +102,7 @@ def quantize(
 
 
 def _read_texts(path: str | None, limit: int) -> list[str]:
-    """Each text once: which of several equal ones are nearest is decided by rounding."""
+    """Return each text once: among equal texts, rounding would decide which are nearest."""
     from packhorse.data.tables import read_texts
     from packhorse.reports import docstrings
 

@@ -1,7 +1,7 @@
 """What the constructors of the three classes have in common: arguments, and the files they name.
 
-An argument that means nothing here, as an attention implementation of transformers, is accepted and
-told once, so that one changed import is enough.
+An argument without a meaning here, such as an attention implementation of transformers, is accepted
+and logged once as ignored, so that users need to change nothing but an import.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from packhorse.runtime.sentences import SIMILARITIES
 logger = logging.getLogger(__name__)
 
 DTYPES = ("dtype", "torch_dtype")
-TOLD: set[str] = set()  # of which arguments this process was told
+LOGGED: set[str] = set()  # arguments about which this process has logged a line
 
 
-def tell_ignored(name: str, reason: str) -> None:
-    """Log, once a process, that an argument is ignored."""
-    if name not in TOLD:
-        TOLD.add(name)
+def log_ignored(name: str, reason: str) -> None:
+    """Log, once per process, that an argument is ignored."""
+    if name not in LOGGED:
+        LOGGED.add(name)
         logger.warning("%s is ignored: %s", name, reason)
 
 
@@ -52,18 +52,17 @@ def locate(
     """Return the folder of a model, downloaded if necessary; a file or a prefix stays as it is."""
     if not name:
         raise InputError("no model was named; pass a folder or a hub id such as org/name")
-    given = {"cache_dir": cache_folder, "token": token, "local_files_only": local_files_only}
-    download = {key: value for key, value in given.items() if value}
-    wanted = str(name)
-    is_path = Path(wanted).expanduser().exists()
-    if not is_path and organization and "/" not in wanted:
-        wanted = f"{organization}/{wanted}"
+    options = {"cache_dir": cache_folder, "token": token, "local_files_only": local_files_only}
+    source = str(name)
+    is_path = Path(source).expanduser().exists()
+    if not is_path and organization and "/" not in source:
+        source = f"{organization}/{source}"
     if revision is not None and not is_path:
-        wanted = f"{wanted}@{revision}"
+        source = f"{source}@{revision}"
     try:
-        return hub.resolve(wanted, **download)
+        return hub.resolve(source, **{key: value for key, value in options.items() if value})
     except CheckpointError as error:
-        # As there: a name that leads nowhere is an OSError.
+        # sentence-transformers raises an OSError for a name that is nowhere, and code catches it.
         raise ModelNotFoundError(str(error)) from error
 
 
@@ -82,18 +81,18 @@ def dtype_of(options: Mapping[str, Any], folder_dtype: Any, device: torch.device
     return devices.parse_dtype(getattr(torch, name, name))
 
 
-def tell_ignored_options(
+def log_ignored_options(
     backend: str,
     model_kwargs: Mapping[str, Any],
     processor_kwargs: Mapping[str, Any],
     config_kwargs: Mapping[str, Any],
     trust_remote_code: bool,
 ) -> None:
-    """Tell of all options that belong to transformers, and are not needed or not known here."""
+    """Log each option that belongs to transformers and has no effect here."""
     if backend != "torch":
-        tell_ignored(f"backend={backend!r}", "Packhorse runs the model itself")
+        log_ignored(f"backend={backend!r}", "Packhorse runs the model itself")
     if trust_remote_code:
-        tell_ignored("trust_remote_code", "no code from a model's folder ever runs")
+        log_ignored("trust_remote_code", "no code from a model's folder ever runs")
     for group, options, known in (
         ("model_kwargs", model_kwargs, DTYPES),
         ("processor_kwargs", processor_kwargs, ("model_max_length",)),
@@ -101,21 +100,21 @@ def tell_ignored_options(
     ):
         for name in options:
             if name not in known:
-                tell_ignored(f"{group}[{name!r}]", "it is an option of transformers")
+                log_ignored(f"{group}[{name!r}]", "it is an option of transformers")
 
 
 def rename_argument(old_name: str, old_value: Any, name: str, value: Any) -> Any:
     """Return the value of an argument that has an older name too."""
     if old_value is None:
         return value
-    tell_renamed(old_name, name)
+    log_renamed(old_name, name)
     return old_value if value is None else value
 
 
-def tell_renamed(old_name: str, name: str) -> None:
-    """Log, once a process, that an argument has another name today."""
-    if old_name not in TOLD:
-        TOLD.add(old_name)
+def log_renamed(old_name: str, name: str) -> None:
+    """Log, once per process, that an argument has a newer name."""
+    if old_name not in LOGGED:
+        LOGGED.add(old_name)
         logger.warning("%s is an older name of %s, which comes first", old_name, name)
 
 

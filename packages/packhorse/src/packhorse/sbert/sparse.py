@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -24,14 +24,14 @@ from packhorse.runtime import sentences
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.sentences import progress_bar
 from packhorse.sbert.arguments import rename_argument, similarity_name
-from packhorse.sbert.packed_model import CHOSEN, PackedModel, as_list
+from packhorse.sbert.packed_model import CALL_PROMPT, PackedModel, as_list
 
 
 class SparseEncoder(PackedModel):
     """A model that weighs the words of a text, computed packed, without sentence-transformers.
 
     The arguments are those of the class of this name there; those that mean nothing here are
-    accepted and told once. To train one, take that library's class and `packhorse.accelerate`.
+    accepted and logged once. To train one, use that library's class and `packhorse.accelerate`.
     """
 
     model_type: ClassVar[str] = "SparseEncoder"
@@ -196,7 +196,7 @@ class SparseEncoder(PackedModel):
             first, second = (
                 v if v.ndim > 1 else v.unsqueeze(0) for v in (embeddings1, embeddings2)
             )
-            return torch.sparse.mm(first, second.t()).to_dense()
+            return cast("Tensor", torch.sparse.mm(first, second.t())).to_dense()
         return sentences.similarity(self, _dense(embeddings1), _dense(embeddings2))  # type: ignore[arg-type]
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
@@ -254,14 +254,17 @@ class SparseEncoder(PackedModel):
             return []
         encoder = self._open()
         query = others.get("task") == "query"
-        chosen = {CHOSEN: prompt or "", "query": "", "document": ""}
-        texts = [tuple(entry) if isinstance(entry, list) else entry for entry in inputs]
+        chosen = {CALL_PROMPT: prompt or "", "query": "", "document": ""}
+        texts: list[Any] = [
+            tuple(cast("list[str]", entry)) if isinstance(entry, list) else entry
+            for entry in inputs
+        ]
         with progress_bar(show_progress_bar) as progress:
             rows = vectors_of(
                 replace(encoder, prompts=chosen).sparse(
                     texts,
                     query=query,
-                    prompt=CHOSEN if prompt else "",
+                    prompt=CALL_PROMPT if prompt else "",
                     top_k=max_active_dims,
                     max_length=self._limit(encoder, others),
                     long="truncate",
@@ -287,5 +290,5 @@ def _dense(vectors: Any) -> Any:
     if isinstance(vectors, Tensor):
         return vectors.to_dense()
     if isinstance(vectors, Sequence):
-        return [_dense(vector) for vector in vectors]
+        return [_dense(vector) for vector in cast("Sequence[Any]", vectors)]
     return vectors

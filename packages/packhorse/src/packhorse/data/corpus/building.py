@@ -31,7 +31,7 @@ import numpy as np
 
 from packhorse.data.corpus import arrays, workfolder
 from packhorse.data.corpus.cleaning import (
-    JUDGED,
+    LANGUAGE_CHARACTERS,
     Cleaning,
     find_duplicates,
     language_of,
@@ -686,7 +686,7 @@ def _is_in_language(document: Document, cleaning: Cleaning, languages: Counter[s
     text = ""
     for sentence in document.sentences:
         text += sentence + " "
-        if len(text) >= JUDGED:
+        if len(text) >= LANGUAGE_CHARACTERS:
             break
     language = language_of(text)
     languages[language] += 1
