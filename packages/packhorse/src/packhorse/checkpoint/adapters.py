@@ -227,7 +227,8 @@ def _merged(
     checkpoint: CanonicalCheckpoint, adapter: Adapter, tied: bool
 ) -> tuple[CanonicalCheckpoint, str]:
     checkpoint = replace(checkpoint, raw=_configured(checkpoint, adapter))
-    tensors, in_file = checkpoint.tensors, checkpoint.in_file
+    tensors = checkpoint.tensors
+    in_file = checkpoint.in_file
     weights = {f"{module}.weight": change for module, change in adapter.changes.items()}
     canonical = names.canonical_names(checkpoint.raw, [*adapter.saved, *weights])
     words = names.source("bert.embed.words.weight", checkpoint.family)
@@ -247,7 +248,8 @@ def _merged(
     for name, key in canonical.items():
         if key not in weights:
             continue
-        change, weight = weights[key], tensors.get(name)
+        change = weights[key]
+        weight = tensors.get(name)
         if weight is None:
             raise CheckpointError(
                 f"it changes {key}, which this model does not have; was it trained on another base?"

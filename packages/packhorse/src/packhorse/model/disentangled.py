@@ -41,11 +41,13 @@ class DistanceTable(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.span, self.reach = config.distance_span, config.distance_reach
+        self.span = config.distance_span
+        self.reach = config.distance_reach
         self.farthest = config.max_positions - 1  # R
         self.table = nn.Embedding(2 * self.span, config.hidden_size)
-        width, eps = config.hidden_size, config.norm_eps
-        self.norm = nn.LayerNorm(width, eps=eps) if config.distance_norm else nn.Identity()
+        self.norm = nn.Identity()
+        if config.distance_norm:
+            self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self._rows: dict[torch.device, Tensor] = {}
 
     def forward(self) -> Tensor:

@@ -183,7 +183,8 @@ class Int8Layer(nn.Module):
 
     def __init__(self, layer: BertLayer) -> None:
         super().__init__()
-        attention, up = layer.attention, layer.up
+        attention = layer.attention
+        up = layer.up
         if not isinstance(attention, SelfAttention) or not isinstance(up, UpProjection):
             raise KernelError("only a plain layer can be fused")
         dtype = torch.bfloat16 if features().avx512_bf16 else torch.float32
@@ -202,7 +203,8 @@ class Int8Layer(nn.Module):
         attended = self.attention(x, plan)
         check_input(attended, self.out.inputs)
         check_input(x, self.down.outputs)
-        attended, x = attended.contiguous(), x.contiguous()
+        attended = attended.contiguous()
+        x = x.contiguous()
         out = torch.empty_like(x)
         linears = (self.out, self.up, self.down)
         layers = (LinearArguments * 3)(*[linear.arguments() for linear in linears])

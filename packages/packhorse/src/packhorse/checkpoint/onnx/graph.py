@@ -472,9 +472,9 @@ def _projections(flow: _DataFlow, node: OnnxNode) -> tuple[str, ...]:
 
 def _bias(flow: _DataFlow, node: OnnxNode, number: int) -> tuple[str, str]:
     """The constant that is added to a product (or ""), and the module of both."""
-    own = _input(node, number)
-    if own in flow.constants or node.op in ("Gemm", "FusedGemm", *FUSED_ATTENTION):
-        return own if own in flow.constants else "", node.module
+    bias = _input(node, number)
+    if bias in flow.constants or node.op in ("Gemm", "FusedGemm", *FUSED_ATTENTION):
+        return bias if bias in flow.constants else "", node.module
     value = node.outputs[0] if node.outputs else ""
     user = flow.only_user(node)
     skipped = (*TRANSPARENT, "Mul") if node.op == "MatMulInteger" else TRANSPARENT
