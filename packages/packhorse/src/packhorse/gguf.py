@@ -26,7 +26,7 @@ ITEM_LIMIT = 5_000_000  # of a list; the largest vocabularies have a fifth of it
 RANK_LIMIT = 4  # ggml's own
 SIZE_LIMIT = 1 << 40  # of an axis
 STRING, LIST = 8, 9
-# GGUF's type of a number → numpy's.
+# Type of a value → that of numpy.
 NUMBERS = {
     0: "<u1",
     1: "<i1",

@@ -136,7 +136,7 @@ def read(folder: Path) -> Adapter:
                 raise CheckpointError(f"the tensor {name} is no part of LoRA that is known here")
             else:
                 saved[SAVED.sub("", short)] = tensor
-        changes = {module: _change(module, matrices, raw) for module, matrices in parts.items()}
+        changes = {module: _change(module, found, raw) for module, found in parts.items()}
     except CheckpointError as error:
         raise CheckpointError(f"the adapter {folder}: {error}") from error.__cause__
     return Adapter(folder, raw, changes, saved)

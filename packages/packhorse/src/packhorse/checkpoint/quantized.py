@@ -2,10 +2,10 @@
 reads: `weight` holds integers, `weight_scale` [channels, 1] their step per output channel, and the
 configuration names the scheme under `quantization_config`.
 
-The integers become floats when they are loaded, so that such a model runs in every dtype. In int8
-quantizing gives the same integers again, if the largest of each channel is 127, as it is in files
-written here. Only linear layers of the encoder are written in int8. 8-bit integers with a scale per
-channel or per tensor and without zero points can be read; another scheme is refused by name.
+A file holds integers and what they stand for is loaded, so that every dtype runs such a model; in
+int8 the same integers come out again, if the largest of a channel is 127, as it is in files written
+here. Only linear layers of the encoder are written this way. Read are 8-bit integers with a scale
+per channel or per tensor and without zero points; another scheme is refused by name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_quantized(raw: Mapping[str, Any]) -> bool:
 
 
 def dequantize(raw: Mapping[str, Any], tensors: dict[str, Tensor]) -> set[str]:
-    """Replace integers by floats in `tensors`, and return the names of those replaced."""
+    """Replace integers by the numbers they stand for, and return the names of these tensors."""
     if not is_quantized(raw):
         return set()
     dequantized: set[str] = set()
@@ -63,9 +63,9 @@ def dequantize(raw: Mapping[str, Any], tensors: dict[str, Tensor]) -> set[str]:
 
 
 def kept_layers(sources: Mapping[str, Sequence[str]], dequantized: set[str]) -> tuple[str, ...]:
-    """The linear layers below `LAYERS`, under our names, that are not in int8 in a file.
+    """The linear layers below `LAYERS`, under our names, that a file does not hold in int8.
 
-    `sources` maps the name of each tensor that could be in int8 to its names in the file.
+    `sources` are the names in the file of each tensor that could be.
     """
     floats = [name for name, parts in sources.items() if not dequantized.issuperset(parts)]
     return tuple(name.removeprefix(LAYERS).removesuffix(".weight") for name in floats)
@@ -106,7 +106,7 @@ def quantize(
 
 
 def quantizable(state: Mapping[str, Tensor], kept: Collection[str] = ()) -> list[str]:
-    """The weights of linear layers that can be int8, except those of the layers in `kept`."""
+    """The weights of linear layers that can be int8, but those of the layers `kept`."""
     floats = {f"{LAYERS}{name}.weight" for name in kept}
     return [
         name

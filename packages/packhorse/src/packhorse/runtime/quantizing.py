@@ -1,8 +1,8 @@
-"""Decide which layers of a model can be int8, by what int8 does to the vectors of real texts.
+"""Decide which layers of a model can be int8, by what it does to vectors of real texts.
 
-Nearly always all can. If vectors move too far from fp32 (`quality`), each layer is tried in int8 by
-itself. Then those that move vectors most are kept in fp32, one after another, until the rest is
-good enough. That takes as many runs over the texts as there are layers, so it is done only then.
+Nearly always all can. If vectors move too far from fp32 (`quality`), every layer is tried alone in
+int8, and those that move vectors most are kept in fp32 one after another until the rest is good
+enough. That takes as many runs over the texts as there are layers, and is done only then.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_KEPT = 0.5  # of the layers; a model that needs more gains little
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModel:
-    """A checkpoint in fp32, the layers to keep in fp32, and how close its vectors are in int8."""
+    """A checkpoint in fp32 with the layers to keep so, and how near its vectors are in int8."""
 
     checkpoint: Checkpoint
     quality: QualityReport

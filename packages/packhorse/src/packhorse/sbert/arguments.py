@@ -21,13 +21,13 @@ from packhorse.runtime.sentences import SIMILARITIES
 logger = logging.getLogger(__name__)
 
 DTYPES = ("dtype", "torch_dtype")
-LOGGED: set[str] = set()  # arguments about which this process has logged a line
+TOLD: set[str] = set()  # of which arguments this process was told
 
 
-def log_ignored(name: str, reason: str) -> None:
+def tell_ignored(name: str, reason: str) -> None:
     """Log, once per process, that an argument is ignored."""
-    if name not in LOGGED:
-        LOGGED.add(name)
+    if name not in TOLD:
+        TOLD.add(name)
         logger.warning("%s is ignored: %s", name, reason)
 
 
@@ -81,7 +81,7 @@ def dtype_of(options: Mapping[str, Any], folder_dtype: Any, device: torch.device
     return devices.parse_dtype(getattr(torch, name, name))
 
 
-def log_ignored_options(
+def tell_ignored_options(
     backend: str,
     model_kwargs: Mapping[str, Any],
     processor_kwargs: Mapping[str, Any],
@@ -90,9 +90,9 @@ def log_ignored_options(
 ) -> None:
     """Log each option that belongs to transformers and has no effect here."""
     if backend != "torch":
-        log_ignored(f"backend={backend!r}", "Packhorse runs the model itself")
+        tell_ignored(f"backend={backend!r}", "Packhorse runs the model itself")
     if trust_remote_code:
-        log_ignored("trust_remote_code", "no code from a model's folder ever runs")
+        tell_ignored("trust_remote_code", "no code from a model's folder ever runs")
     for group, options, known in (
         ("model_kwargs", model_kwargs, DTYPES),
         ("processor_kwargs", processor_kwargs, ("model_max_length",)),
@@ -100,21 +100,21 @@ def log_ignored_options(
     ):
         for name in options:
             if name not in known:
-                log_ignored(f"{group}[{name!r}]", "it is an option of transformers")
+                tell_ignored(f"{group}[{name!r}]", "it is an option of transformers")
 
 
 def rename_argument(old_name: str, old_value: Any, name: str, value: Any) -> Any:
     """Return the value of an argument that has an older name too."""
     if old_value is None:
         return value
-    log_renamed(old_name, name)
+    tell_renamed(old_name, name)
     return old_value if value is None else value
 
 
-def log_renamed(old_name: str, name: str) -> None:
-    """Log, once per process, that an argument has a newer name."""
-    if old_name not in LOGGED:
-        LOGGED.add(old_name)
+def tell_renamed(old_name: str, name: str) -> None:
+    """Log, once a process, that an argument has another name today."""
+    if old_name not in TOLD:
+        TOLD.add(old_name)
         logger.warning("%s is an older name of %s, which comes first", old_name, name)
 
 

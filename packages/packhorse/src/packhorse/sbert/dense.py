@@ -7,6 +7,7 @@ effect, and with `output_value=None` no row is padded.
 
 # torch leaves some of its functions untyped (from_numpy, tolist …).
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.precision import PRECISIONS, quantize
 from packhorse.runtime.sentences import Vectors, progress_bar, prompt_of_task
 from packhorse.sbert.arguments import rename_argument, similarity_name
-from packhorse.sbert.packed_model import CALL_PROMPT, PackedModel, as_list
+from packhorse.sbert.packed_model import CHOSEN, PackedModel, as_list
 from packhorse.tokens.tokenizer import Encoding
 
 MTEB_ARGUMENTS = ("hf_split", "hf_subset")  # besides the task, and of no use here
@@ -37,7 +38,7 @@ class SentenceTransformer(PackedModel):
     """A model that makes a vector of each text, computed packed, without sentence-transformers.
 
     The arguments are those of the class of this name there; those that mean nothing here are
-    accepted and logged once. To make a model of `modules=`, or to train one, take that library's
+    accepted and told once. To make a model of `modules=`, or to train one, take that library's
     class and `packhorse.accelerate`.
     """
 
@@ -225,7 +226,7 @@ class SentenceTransformer(PackedModel):
 
     def forward(self, input: Mapping[str, Tensor], **_: Any) -> dict[str, Any]:
         """Return the features of `preprocess` with the vectors of their rows."""
-        lengths: list[int] = input["attention_mask"].sum(1).tolist()
+        lengths = input["attention_mask"].sum(1).tolist()
         types = input.get("token_type_ids", torch.zeros_like(input["input_ids"]))
         rows = [
             Encoding(
@@ -339,8 +340,8 @@ class SentenceTransformer(PackedModel):
         if all(isinstance(entry, str) for entry in inputs):
             name = None
             if prompt:
-                encoder = replace(encoder, prompts={CALL_PROMPT: prompt})
-                name = CALL_PROMPT
+                encoder = replace(encoder, prompts={CHOSEN: prompt})
+                name = CHOSEN
             limit = self._limit(encoder, options)
             return encoder.embed(
                 inputs, prompt=name, max_length=limit, long="truncate", progress=progress

@@ -38,7 +38,7 @@ from packhorse.tokens.tokenizer import Encoding, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-CALL_PROMPT = "chosen"  # the name under which a call's prompt is passed to the encoder
+CHOSEN = "chosen"  # the name under which the encoder gets a prompt
 CALL_EXTRAS = {"task", "processing_kwargs"}  # arguments that every model takes
 
 
@@ -70,7 +70,7 @@ class PackedModel(ABC):
         arguments.refuse_modules(modules, self.model_type)
         options = model_kwargs or {}
         processor = processor_kwargs or {}
-        arguments.log_ignored_options(
+        arguments.tell_ignored_options(
             backend, options, processor, config_kwargs or {}, trust_remote_code
         )
         self.model_card_data = model_card_data or SimpleNamespace()
@@ -93,9 +93,8 @@ class PackedModel(ABC):
         self._tokenizer_view: HubTokenizer | None = None
         self._include_prompt: bool | None = None
         self._encoder: Encoder | None = None
-        # The prompts of a folder that was written for another of the three classes do not apply.
-        same_class = self._settings.get("model_type", self.model_type) == self.model_type
-        stored, default = sentence.prompts(self._settings if same_class else {})
+        inherits = self._settings.get("model_type", self.model_type) == self.model_type
+        stored, default = sentence.prompts(self._settings if inherits else {})
         self.prompts: dict[str, str] = self._base_prompts() | stored | dict(prompts or {})
         self.default_prompt_name = default_prompt_name or default
         if self.default_prompt_name is not None and self.default_prompt_name not in self.prompts:
@@ -429,7 +428,7 @@ class PackedModel(ABC):
         if the folder has none; the last two arguments have no effect.
         """
         if not safe_serialization:
-            arguments.log_ignored("safe_serialization", "weights are written as safetensors")
+            arguments.tell_ignored("safe_serialization", "weights are written as safetensors")
         if path is None:
             raise InputError("no folder was named")
         saving.save(

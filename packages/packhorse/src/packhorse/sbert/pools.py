@@ -90,12 +90,12 @@ def compute(
     options = options | {"show_progress_bar": False}
     begins = range(0, len(inputs), chunk_size)
     try:
-        pickled_options = pickle.dumps(options)
+        chosen = pickle.dumps(options)
         parts = [pickle.dumps(inputs[begin : begin + chunk_size]) for begin in begins]
     except Exception as error:  # whatever an object's own pickling raises
         raise InputError(f"a pool cannot send this to its processes: {error}") from error
     with pool["lock"]:
-        answers = _answers(pool, parts, pickled_options)
+        answers = _answers(pool, parts, chosen)
     errors = [error for _, error in answers if error]
     if errors:
         raise PoolError(f"a process of the pool failed: {errors[0]}")

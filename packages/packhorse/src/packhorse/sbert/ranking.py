@@ -6,7 +6,7 @@ names, which may be replaced for a call or for good.
 """
 
 # torch leaves some of its functions untyped (from_numpy …).
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from packhorse.errors import InputError
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.sentences import progress_bar
-from packhorse.sbert.arguments import log_ignored, rename_argument
+from packhorse.sbert.arguments import rename_argument, tell_ignored
 from packhorse.sbert.model_parts import ModelPart
 from packhorse.sbert.packed_model import PackedModel, as_list
 from packhorse.tokens.tokenizer import Encoding
@@ -71,20 +71,20 @@ class CrossEncoder(PackedModel):
         keep_in_fp32_modules: Sequence[str] | None = None,
         **older: Any,
     ) -> None:
-        self._num_labels = num_labels
-        model_name_or_path = _take_older(older, "model_name", model_name_or_path)
-        cache_folder = _take_older(older, "cache_dir", cache_folder)
-        model_kwargs = _take_older(older, "automodel_args", model_kwargs)
-        config_kwargs = _take_older(older, "config_args", config_kwargs)
-        processor_kwargs = _take_older(older, "tokenizer_args", processor_kwargs)
-        processor_kwargs = _take_older(older, "tokenizer_kwargs", processor_kwargs)
-        activation_fn = _take_older(older, "default_activation_function", activation_fn)
+        self._wanted_labels = num_labels
+        model_name_or_path = _older(older, "model_name", model_name_or_path)
+        cache_folder = _older(older, "cache_dir", cache_folder)
+        model_kwargs = _older(older, "automodel_args", model_kwargs)
+        config_kwargs = _older(older, "config_args", config_kwargs)
+        processor_kwargs = _older(older, "tokenizer_args", processor_kwargs)
+        processor_kwargs = _older(older, "tokenizer_kwargs", processor_kwargs)
+        activation_fn = _older(older, "default_activation_function", activation_fn)
         if older.pop("classifier_dropout", None) is not None:
-            log_ignored("classifier_dropout", "nothing is dropped where nothing is trained")
+            tell_ignored("classifier_dropout", "nothing is dropped where nothing is trained")
         if older:
             raise TypeError(f"CrossEncoder takes no argument {', '.join(older)}")
         if keep_in_fp32_modules:
-            log_ignored("keep_in_fp32_modules", "a model computes in one number format here")
+            tell_ignored("keep_in_fp32_modules", "a model computes in one number format here")
         super().__init__(
             model_name_or_path,
             modules=modules,
@@ -104,12 +104,12 @@ class CrossEncoder(PackedModel):
         )
         if max_length is not None:
             self.max_length = max_length
-        stored_activation = getattr(nn, self._open().score_activation, nn.Identity)
-        self.activation_fn: Activation = activation_fn or stored_activation()
+        named = getattr(nn, self._open().score_activation, nn.Identity)
+        self.activation_fn: Activation = activation_fn or named()
 
     @property
     def default_activation_function(self) -> Activation:
-        """The function that turns logits into scores: an older name of `activation_fn`."""
+        """What comes after the logits: an older name of `activation_fn`."""
         message = "default_activation_function is now called activation_fn"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return self.activation_fn
@@ -125,9 +125,9 @@ class CrossEncoder(PackedModel):
                 f"{encoder.name} scores no pairs (it has: {', '.join(encoder.heads)}); use a model "
                 "with a trained classification head"
             )
-        if self._num_labels not in (None, len(encoder.labels)):
+        if self._wanted_labels not in (None, len(encoder.labels)):
             raise InputError(
-                f"{encoder.name} has {len(encoder.labels)} labels, not {self._num_labels}; "
+                f"{encoder.name} has {len(encoder.labels)} labels, not {self._wanted_labels}; "
                 "leave out num_labels"
             )
 
@@ -194,7 +194,7 @@ class CrossEncoder(PackedModel):
             "activation_fct", activation_fct, "activation_fn", activation_fn
         )
         if num_workers is not None:
-            log_ignored("num_workers", "texts are tokenized by all cores")
+            tell_ignored("num_workers", "texts are tokenized by all cores")
         self._check_call(batch_size, kwargs)
         single = self.is_singular_input(inputs)
         pairs = as_list(inputs)
@@ -237,7 +237,7 @@ class CrossEncoder(PackedModel):
             )
         for name in ("convert_to_numpy", "convert_to_tensor", "apply_softmax", "num_workers"):
             if kwargs.pop(name, None) is not None:
-                log_ignored(name, "the scores of rank() are floats")
+                tell_ignored(name, "the scores of rank() are floats")
         scores = self.predict(
             [(query, document) for document in documents],
             prompt_name=prompt_name,
@@ -294,6 +294,6 @@ class CrossEncoder(PackedModel):
         return nn.functional.softmax(scores, dim=1) if apply_softmax else scores
 
 
-def _take_older(options: dict[str, Any], name: str, value: Any) -> Any:
-    """Remove an argument under its older name from the options, and return its value."""
+def _older(options: dict[str, Any], name: str, value: Any) -> Any:
+    """Take an argument under its older name out of the options."""
     return rename_argument(name, options.pop(name, None), OLDER_NAMES[name], value)

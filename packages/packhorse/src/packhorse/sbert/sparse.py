@@ -5,8 +5,9 @@ Names, order and defaults of the arguments are those of sentence-transformers 6.
 `Encoder.sparse` gives the same as scipy's CSR, which takes less memory.
 """
 
-# torch leaves some of its functions untyped (from_numpy …).
-# pyright: reportUnknownMemberType=false
+# torch leaves some of its functions untyped (from_numpy, tolist …).
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ from packhorse.runtime import sentences
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.sentences import progress_bar
 from packhorse.sbert.arguments import rename_argument, similarity_name
-from packhorse.sbert.packed_model import CALL_PROMPT, PackedModel, as_list
+from packhorse.sbert.packed_model import CHOSEN, PackedModel, as_list
 
 
 class SparseEncoder(PackedModel):
     """A model that weighs the words of a text, computed packed, without sentence-transformers.
 
     The arguments are those of the class of this name there; those that mean nothing here are
-    accepted and logged once. To train one, use that library's class and `packhorse.accelerate`.
+    accepted and told once. To train one, take that library's class and `packhorse.accelerate`.
     """
 
     model_type: ClassVar[str] = "SparseEncoder"
@@ -152,7 +153,7 @@ class SparseEncoder(PackedModel):
             vectors = torch.tensor([]).to_sparse()
         if not convert_to_sparse_tensor:
             vectors = vectors.to_dense()
-        converted = vectors if convert_to_tensor else list(vectors)
+        converted: Any = vectors if convert_to_tensor else list(vectors)
         return converted[0] if single else converted
 
     def encode_query(
@@ -196,7 +197,7 @@ class SparseEncoder(PackedModel):
             first, second = (
                 v if v.ndim > 1 else v.unsqueeze(0) for v in (embeddings1, embeddings2)
             )
-            return cast("Tensor", torch.sparse.mm(first, second.t())).to_dense()
+            return torch.sparse.mm(first, second.t()).to_dense()
         return sentences.similarity(self, _dense(embeddings1), _dense(embeddings2))  # type: ignore[arg-type]
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
@@ -254,17 +255,14 @@ class SparseEncoder(PackedModel):
             return []
         encoder = self._open()
         query = others.get("task") == "query"
-        chosen = {CALL_PROMPT: prompt or "", "query": "", "document": ""}
-        texts: list[Any] = [
-            tuple(cast("list[str]", entry)) if isinstance(entry, list) else entry
-            for entry in inputs
-        ]
+        chosen = {CHOSEN: prompt or "", "query": "", "document": ""}
+        texts = [tuple(entry) if isinstance(entry, list) else entry for entry in inputs]
         with progress_bar(show_progress_bar) as progress:
             rows = vectors_of(
                 replace(encoder, prompts=chosen).sparse(
                     texts,
                     query=query,
-                    prompt=CALL_PROMPT if prompt else "",
+                    prompt=CHOSEN if prompt else "",
                     top_k=max_active_dims,
                     max_length=self._limit(encoder, others),
                     long="truncate",

@@ -1,8 +1,8 @@
 """A tokenizer of the `tokenizers` library from the metadata of a GGUF file.
 
-GGUF stores the vocabulary and the special tokens, not the rules of the tokenizer: these follow from
-its kind. In a WordPiece vocabulary llama.cpp writes "▁word" for the beginning of a word and "ing"
-for "##ing". Whether a vocabulary is lowercased is inferred from its words, as for a `vocab.txt`.
+llama.cpp keeps the vocabulary and the special tokens, not the rules: these follow from the kind of
+tokenizer. In a WordPiece vocabulary it writes "▁word" for the beginning of a word and "ing" for
+"##ing". Whether a vocabulary is lowercased is seen from its words, as for a `vocab.txt`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 SPACE = "\u2581"
 CONTROL = 3  # TokenType of llama.cpp
 PREFIX = "tokenizer.ggml."
-# Role of a special token → the keys that may hold its id. llama.cpp misspells "separator", and uses
-# its names for the tokens of language models (bos, eos) in some files.
+# Role of a special token → the keys of its id; llama.cpp spells the second so, and has called the
+# first two by the names of its language models' tokens.
 ROLES = {
     "unk": ("unknown_token_id",),
     "sep": ("seperator_token_id", "separator_token_id", "eos_token_id"),
@@ -27,8 +27,6 @@ ROLES = {
     "cls": ("cls_token_id", "bos_token_id"),
     "mask": ("mask_token_id",),
 }
-# Special tokens of a unigram vocabulary whose file names none.
-XLM_ROBERTA = {"unk": "<unk>", "sep": "</s>", "pad": "<pad>", "cls": "<s>", "mask": "<mask>"}
 
 
 def words(metadata: Mapping[str, Any]) -> dict[str, int]:
@@ -112,6 +110,9 @@ def unigram(metadata: Mapping[str, Any]) -> Library:
     present = [name for name in dict.fromkeys(names.values()) if name in ids]
     library.add_special_tokens(present)  # pyright: ignore[reportUnknownMemberType]  (a bare list)
     return library
+
+
+XLM_ROBERTA = {"unk": "<unk>", "sep": "</s>", "pad": "<pad>", "cls": "<s>", "mask": "<mask>"}
 
 
 def _tokens(metadata: Mapping[str, Any]) -> list[str]:

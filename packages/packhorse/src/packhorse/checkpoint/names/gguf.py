@@ -1,8 +1,8 @@
 """Translate llama.cpp's names, those of GGUF files, to canonical names and back.
 
-llama.cpp's converter gives the tensors of all families the same names, drops poolers and
-pretraining heads, and cuts RoBERTa's position table to the rows that are used. So the architecture
-`bert` is read as a BERT whichever family it was, except for DistilBERT, which has no token types.
+Its converter renames the tensors of all families in one way, drops poolers and pretraining heads,
+and cuts RoBERTa's table of positions to those that are used. So an architecture `bert` is a BERT
+whatever it was made of, except for DistilBERT, which has no token types.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TENSOR = re.compile(r"(?:blk\.(\d{1,4})\.)?(\w+)\.(weight|bias)")
 
 
 def config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration under the keys of transformers; of `tensors` only the shapes are read."""
+    """The configuration under the keys of the family in transformers; tensors: with a `shape`."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise CheckpointError(
@@ -97,20 +97,18 @@ def from_gguf(
     """Tensors by canonical name, and each one's name in the file; `tensors` is emptied."""
     family = family_of(raw)
     result: dict[str, Tensor] = {}
-    names_in_file: dict[str, str] = {}
+    called: dict[str, str] = {}
     for name in list(tensors):
         tensor = tensors.pop(name)
         modules = _canonical_names(name, family)
         # Queries, keys and values in one tensor, where the family has three.
         parts = tensor.chunk(len(modules)) if len(modules) > 1 else (tensor,)
         for canonical, part in zip(modules, parts, strict=False):
-            if canonical in names_in_file:
-                raise CheckpointError(
-                    f"{name} and {names_in_file[canonical]} are two names of one tensor"
-                )
+            if canonical in called:
+                raise CheckpointError(f"{name} and {called[canonical]} are two names of one tensor")
             result[canonical] = part
-            names_in_file[canonical] = name
-    return result, names_in_file
+            called[canonical] = name
+    return result, called
 
 
 def _canonical_names(name: str, family: Family) -> tuple[str, ...]:
