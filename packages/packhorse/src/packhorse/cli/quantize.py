@@ -73,10 +73,10 @@ def quantize(
     result = model.quality
     kept = sorted(model.checkpoint.kept)
     rows = [
-        ["cosine to fp32, mean", result.cosine_mean, quality.MIN_COSINE_MEAN],
-        ["cosine to fp32, least", result.cosine_min, quality.MIN_COSINE],
-        ["overlap of the nearest 10", result.top10, quality.MIN_OVERLAP],
-        ["the same, queries over fp32", result.top10_mixed, quality.MIN_OVERLAP],
+        ["cosine to fp32, mean", result.cosine_mean, quality.LEAST_MEAN],
+        ["cosine to fp32, least", result.cosine_min, quality.LEAST],
+        ["overlap of the nearest 10", result.top10, quality.LEAST_OVERLAP],
+        ["the same, queries over fp32", result.top10_mixed, quality.LEAST_OVERLAP],
     ]
     table(f"{source} in int8 on {result.texts:,} texts", ["", "", "at least"], rows)
     if not (result.good or allow_loss):

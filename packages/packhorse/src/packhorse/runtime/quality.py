@@ -17,9 +17,9 @@ from packhorse.errors import InputError
 
 NEAREST = 10
 # A model in int8 must reach all of these to be written without --allow-loss.
-MIN_COSINE_MEAN = 0.995
-MIN_COSINE = 0.98
-MIN_OVERLAP = 0.95
+LEAST_MEAN = 0.995
+LEAST = 0.98
+LEAST_OVERLAP = 0.95
 QUERIES = 256  # rows of similarities that are computed at once
 
 
@@ -36,8 +36,8 @@ class QualityReport:
     @property
     def good(self) -> bool:
         """Whether the vectors can replace those in fp32."""
-        close = self.cosine_mean >= MIN_COSINE_MEAN and self.cosine_min >= MIN_COSINE
-        return close and min(self.top10, self.top10_mixed) >= MIN_OVERLAP
+        close = self.cosine_mean >= LEAST_MEAN and self.cosine_min >= LEAST
+        return close and min(self.top10, self.top10_mixed) >= LEAST_OVERLAP
 
 
 def compare(vectors: np.ndarray, exact: np.ndarray) -> QualityReport:
