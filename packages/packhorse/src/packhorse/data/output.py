@@ -422,7 +422,7 @@ class ResumableFile:
 
     @property
     def consumed(self) -> int:
-        """How much of the input has its results on disk, as it was told to `append`."""
+        """How much of the input has its results on disk, as passed to `append`."""
         return self._state.consumed
 
     @property

@@ -557,7 +557,7 @@ def _tensorflow_weights(flow: _DataFlow, variables: Mapping[str, str]) -> dict[s
     """The weights of a graph of tf2onnx; `variables` are those that its constants are named by.
 
     The scores of words and labels are [out, in] in TensorFlow and were transposed by tf2onnx; only
-    the bias beside them tells what they are.
+    the bias beside them shows what they are.
     """
     scope = tf1.scope(list(variables.values()))
     weights: dict[str, Weight] = {}
