@@ -46,9 +46,8 @@ class Sender:
         """`endpoint`, if not empty, is used in place of that of the variables."""
         self.on_problem = on_problem
         base = endpoint or os.environ.get(f"{PREFIX}ENDPOINT", "http://localhost:4318")
-        of_signal = os.environ.get(f"{PREFIX}{signal.upper()}_ENDPOINT", "")
-        use_of_signal = bool(of_signal) and not endpoint
-        self.url = of_signal if use_of_signal else f"{base.rstrip('/')}/v1/{signal}"
+        own = os.environ.get(f"{PREFIX}{signal.upper()}_ENDPOINT", "")
+        self.url = own if own and not endpoint else f"{base.rstrip('/')}/v1/{signal}"
 
         def variable(name: str, default: str = "") -> str:
             common = os.environ.get(PREFIX + name, default)
@@ -73,9 +72,8 @@ class Sender:
             body = gzip.compress(body)
         try:
             request = urllib.request.Request(self.url, body, self.headers)
-            answer = urllib.request.urlopen(request, timeout=self.timeout, context=self.context)
-            with answer:
-                answer.read()
+            with urllib.request.urlopen(request, timeout=self.timeout, context=self.context) as got:
+                got.read()
         except (OSError, ValueError) as error:  # a URL without a host is a ValueError
             if isinstance(error, urllib.error.HTTPError):
                 error.close()
