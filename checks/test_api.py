@@ -35,6 +35,7 @@ ROOMS = (
     "packhorse.optim",
     "packhorse.packing",
     "packhorse.runtime",
+    "packhorse.sbert",
     "packhorse.tokens",
 )
 PUBLIC = (FACADE, *ROOMS)

@@ -397,7 +397,7 @@ def test_a_generator_that_does_not_end_is_reported(stub_port: int, tmp_path: Pat
     with Generator(["one"], [3], tmp_path) as generator:
         generator.start(LoadJob(stub_port, 0.0, 60.0, connections=1))
         generator._until = time.monotonic()  # its time is over
-        with pytest.raises(RequestFailed, match="did not end in time; what it said last: starting"):
+        with pytest.raises(RequestFailed, match="did not end in time; its last message: starting"):
             generator.report()
         generator._process.wait()
 

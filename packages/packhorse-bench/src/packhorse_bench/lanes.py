@@ -179,7 +179,7 @@ def open_model(stage: ModesStage) -> OpenedModel:
     model.heads["embed"] = Embed(("mean",), normalize=True)
     backend = Zeros(encoder.width) if stage.host else encoder.backend
     meter = Meter(backend, encoder.backend.computed)
-    kernel = encoder.kernel + " graphs" * stage.graphs
+    kernel = f"{encoder.kernel} graphs" if stage.graphs else encoder.kernel
     return OpenedModel(_measured(encoder, meter, stage), meter, kernel)
 
 
@@ -300,8 +300,9 @@ def open_peer(name: str, stage: ModesStage, encoder: Encoder, scratch: Path) -> 
 
 def peer_name(name: str, stage: ModesStage) -> str:
     """The peer's name in the table."""
-    compiled = stage.graphs and name == "transformers"
-    return f"{ORIGINAL} ({name}{' compiled' * compiled})"
+    if stage.graphs and name == "transformers":
+        return f"{ORIGINAL} ({name} compiled)"
+    return f"{ORIGINAL} ({name})"
 
 
 def _peer(

@@ -156,7 +156,7 @@ def describe(setup: ModesSetup, comparison: ModesComparison) -> dict[str, str]:
     lengths = comparison.lengths
     loops = f"; {setup.clients} clients, or random arrivals" if setup.load_repeats else ""
     return {
-        "model": subject.name(setup) + ", not run: zeros at once" * setup.host,
+        "model": subject.name(setup) + (", not run: zeros at once" if setup.host else ""),
         "dtype": comparison.dtype,
         "workload": f"{setup.workload}: {len(lengths):,} requests of {lengths.mean():.1f} tokens "
         f"({lengths.min()} to {lengths.max()}), seed {setup.seed}",

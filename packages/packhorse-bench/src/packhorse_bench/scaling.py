@@ -35,7 +35,7 @@ from packhorse.tokens import Encoding
 from packhorse_bench import encode, peers
 
 OURS = "packhorse"
-PATIENCE = 600  # seconds that a process may take to open its engine, or for a round
+TIMEOUT = 600  # seconds that a process may take to open its engine, or for a round
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def measure(
     _check(request, counts, len(usable))
     rows = _rows(request, counts)
     total = len(rows) * (1 + request.repeats)
-    done = 0
+    finished = 0
     with TemporaryDirectory(prefix="packhorse-bench-") as scratch, ExitStack() as opened:
         folder = subject.folder(request, Path(scratch))
         work = encode.random_work(request.lengths, folder, request.seed)
@@ -116,18 +116,18 @@ def measure(
                 running.append((row, _open(streams, opened)))
             except ChildProcessError as error:
                 row.problem = str(error)
-            done += 1
+            finished += 1
             if progress:
-                progress(done, total)
+                progress(finished, total)
         for row, connections in running * request.repeats:
             try:
                 if row.problem is None:
                     row.seconds.append(_time_round(connections))
             except OSError as error:  # a process failed, or has ended
                 row.problem = str(error)
-            done += 1
+            finished += 1
             if progress:
-                progress(done, total)
+                progress(finished, total)
     _fill(rows, len(request.lengths))
     return rows
 
@@ -248,26 +248,27 @@ def _open(streams: Sequence[Stream], opened: ExitStack) -> list[Connection]:
     spawn = multiprocessing.get_context("spawn")
     connections: list[Connection] = []
     for number, stream in enumerate(streams):
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=_run_stream, args=(stream, theirs), daemon=True)
+        connection, child_connection = spawn.Pipe()
+        process = spawn.Process(target=_run_stream, args=(stream, child_connection), daemon=True)
         process.start()
-        theirs.close()  # so that the end of the process ends a wait for it
+        # So that a wait for a process that has ended raises EOFError.
+        child_connection.close()
         opened.callback(process.join, 10)
         opened.callback(process.terminate)
-        opened.callback(ours.close)
-        connections.append(ours)
+        opened.callback(connection.close)
+        connections.append(connection)
         if number == 0:
-            _receive(ours)
+            _receive(connection)
     for connection in connections[1:]:
         _receive(connection)
     return connections
 
 
 def _receive(connection: Connection) -> tuple[float, float]:
-    """What a process has to say; raises if that is why it failed, or nothing."""
+    """The times that a process sends; raises if it failed, ended or does not answer."""
     try:
-        if not connection.poll(PATIENCE):
-            raise ChildProcessError(f"no answer within {PATIENCE} s")
+        if not connection.poll(TIMEOUT):
+            raise ChildProcessError(f"no answer within {TIMEOUT} s")
         message = connection.recv()
     except EOFError:
         raise ChildProcessError("its process ended; is there enough memory?") from None

@@ -1,4 +1,4 @@
-"""What is measured of servers, and what is found: the values of `serving`."""
+"""Settings and results of `serving`: what to measure of servers, and the figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadSetup:
-    """The loops of `serving_shapes`: what is asked, by whom, and for how long."""
+    """The loops of `serving_shapes`: which requests, by how many clients, and for how long."""
 
     shapes: tuple[Shape, ...] = ()
     open_loop: bool = False  # after the closed loop
@@ -64,7 +64,7 @@ class Point:
     purpose: str  # most, search, confirm, sweep
     rate: float  # requests per second that were due; 0: a closed loop
     seconds: float
-    asked: int
+    asked: int  # requests sent
     answered_per_second: float
     tokens_per_second: float
     p50_ms: float
@@ -72,7 +72,7 @@ class Point:
     p99_ms: float
     worst_ms: float
     errors: str
-    held: bool
+    held: bool  # all were answered, and 99 of 100 within the limit
     generator_share: float  # of a core
     generator_late_ms: float
 

@@ -403,7 +403,7 @@ class Generator:
         )
         self._unread = b""
         self._until = math.inf  # when the job must have ended, by `time.monotonic`
-        self.status = "starting"  # what it said last
+        self.status = "starting"  # its last message
 
     def run(self, job: LoadJob, report_status: ReportStatus | None = None) -> LoadReport:
         """Run a job and return its figures."""
@@ -470,11 +470,11 @@ class Generator:
             if not poll.poll(1e3 * max(0.0, until - time.monotonic())):
                 self._process.kill()  # what it says later belongs to no job any more
                 raise RequestFailed(
-                    f"a load generator did not end in time; what it said last: {self.status}"
+                    f"a load generator did not end in time; its last message: {self.status}"
                 )
             data = os.read(pipe.fileno(), 1 << 20)
             if not data:
-                raise RequestFailed("the load generator ended; what it said stands above")
+                raise RequestFailed("the load generator ended; its output is above")
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
         return line

@@ -274,7 +274,7 @@ class PeerServer:
     def last_words(self) -> str:
         """The last line of its output."""
         lines = self.log.read_text("utf-8", errors="replace").strip().splitlines()
-        return lines[-1].strip()[:200] if lines else "it said nothing"
+        return lines[-1].strip()[:200] if lines else "it printed nothing"
 
     def stop(self) -> None:
         """Terminate it, then kill it and whatever it has started in its session."""

@@ -539,10 +539,10 @@ def _closed_rate(stage: LoopStage, server: MeasuredServer, shape: Shape) -> floa
 
 def _open(stage: LoopStage, server: MeasuredServer, shape: Shape, turn: int) -> None:
     """Random arrivals at the given rate, or at a share of what it answers in a closed loop."""
-    given = stage.setup.load.rate
-    rate = given or OPEN_LOAD * _closed_rate(stage, server, shape)
+    set_rate = stage.setup.load.rate
+    rate = set_rate or OPEN_LOAD * _closed_rate(stage, server, shape)
     job = replace(_job(stage, server, shape, turn), rate=rate)
-    _run_loop(stage, server, (shape, "open", None if given else OPEN_LOAD), job, stage.team)
+    _run_loop(stage, server, (shape, "open", None if set_rate else OPEN_LOAD), job, stage.team)
 
 
 def _lone(stage: LoopStage, server: MeasuredServer, load: float, turn: int) -> None:

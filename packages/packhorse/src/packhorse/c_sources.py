@@ -56,7 +56,7 @@ VARIANTS = {
     "vnni": Variant(X86, "vnni", VNNI),
     "avx512": Variant(X86, "avx512", AVX512),
     "avx2": Variant(X86, "avx2", AVX2),
-    "neon": Variant(ARM, "", ()),  # every 64-bit ARM has it, and compilers know
+    "neon": Variant(ARM, "", ()),  # every 64-bit ARM has it, and compilers use it by default
 }
 
 

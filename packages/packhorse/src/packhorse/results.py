@@ -116,8 +116,8 @@ def classified_rows(logits: np.ndarray, labels: Sequence[str], problem: str) -> 
     names = np.array(labels, object)[order].tolist()
     ordered = np.take_along_axis(scores, order, axis=1).tolist()
     return [
-        Classified(own[0], values[0], dict(zip(own, values, strict=True)))
-        for own, values in zip(names, ordered, strict=True)
+        Classified(row_labels[0], values[0], dict(zip(row_labels, values, strict=True)))
+        for row_labels, values in zip(names, ordered, strict=True)
     ]
 
 
@@ -192,24 +192,24 @@ def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np
     A document without a token scores 0. Memory is bounded: documents are compared in blocks.
     """
     scores = np.zeros((len(queries), len(documents)), np.float32)
-    asked = [i for i, query in enumerate(queries) if len(query)]
-    if not asked:
+    nonempty = [i for i, query in enumerate(queries) if len(query)]
+    if not nonempty:
         return scores
-    questions = np.concatenate([queries[i] for i in asked])  # [n, D]
-    first = np.cumsum([0, *(len(queries[i]) for i in asked[:-1])])
+    questions = np.concatenate([queries[i] for i in nonempty])  # [n, D]
+    first = np.cumsum([0, *(len(queries[i]) for i in nonempty[:-1])])
     room = max(1, MAXSIM_NUMBERS // len(questions))  # tokens of documents in a block
     block: list[int] = []
     tokens = 0
     for i, document in enumerate(documents):
         if block and tokens + len(document) > room:
-            scores[np.ix_(asked, block)] = _maxsim(questions, first, documents, block)
+            scores[np.ix_(nonempty, block)] = _maxsim(questions, first, documents, block)
             block = []
             tokens = 0
         if len(document):
             block.append(i)
             tokens += len(document)
     if block:
-        scores[np.ix_(asked, block)] = _maxsim(questions, first, documents, block)
+        scores[np.ix_(nonempty, block)] = _maxsim(questions, first, documents, block)
     return scores
 
 

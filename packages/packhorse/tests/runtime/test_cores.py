@@ -22,7 +22,7 @@ from packhorse.errors import RunnerStopped
 from packhorse.packing.batch import Packed
 from packhorse.runtime import cores
 from packhorse.runtime.batches import LaunchedBatch
-from packhorse.runtime.cores import CoreGroups, divide, grouping, own_cores
+from packhorse.runtime.cores import CoreGroups, cores_to_bind, divide, group_layout
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.proof import SyntheticSequence
 from packhorse.runtime.runner import PackRunner
@@ -90,7 +90,7 @@ def count_parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ],
 )
 def test_how_many_groups(tokens: int, threads: int, groups: tuple[int, int]) -> None:
-    assert grouping(tokens, threads) == groups
+    assert group_layout(tokens, threads) == groups
 
 
 def test_parts_cost_the_same_and_are_the_batch() -> None:
@@ -309,7 +309,7 @@ def test_no_more_groups_than_a_quota_keeps_busy(
 
 @needs_openmp
 def test_groups_work_on_cores_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "own_cores", lambda count: [100_000 + n for n in range(count)])
+    monkeypatch.setattr(cores, "cores_to_bind", lambda count: [100_000 + n for n in range(count)])
     groups = CoreGroups(2, 1)
     results = [groups.submit(lambda n=n: n + 1) for n in range(4)]
     assert [result.result(300) for result in results] == [1, 2, 3, 4]
@@ -367,14 +367,14 @@ def test_which_cores_threads_are_bound_to(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("OMP_PROC_BIND", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.setattr(cores, "usable_cores", lambda: 8)
-    assert own_cores(4, tmp_path) == [0, 1, 2, 3]  # one of each pair of siblings
-    assert own_cores(2, tmp_path) == own_cores(8, tmp_path) == []
-    assert own_cores(4, tmp_path / "nowhere") == []
+    assert cores_to_bind(4, tmp_path) == [0, 1, 2, 3]  # one of each pair of siblings
+    assert cores_to_bind(2, tmp_path) == cores_to_bind(8, tmp_path) == []
+    assert cores_to_bind(4, tmp_path / "nowhere") == []
     monkeypatch.setenv("OMP_PROC_BIND", "false")
-    assert own_cores(4, tmp_path) == []
+    assert cores_to_bind(4, tmp_path) == []
     monkeypatch.delenv("OMP_PROC_BIND")
     monkeypatch.setattr(cores, "usable_cores", lambda: 4)  # a quota
-    assert own_cores(4, tmp_path) == []
+    assert cores_to_bind(4, tmp_path) == []
 
 
 @needs_openmp
@@ -382,7 +382,7 @@ def test_groups_are_bound_to_cores_of_their_own(monkeypatch: pytest.MonkeyPatch)
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(allowed) < 2:
         pytest.skip("needs two cores that threads can be bound to")
-    monkeypatch.setattr(cores, "own_cores", lambda count: allowed[:count])
+    monkeypatch.setattr(cores, "cores_to_bind", lambda count: allowed[:count])
     groups = CoreGroups(2, 1)
     both = threading.Barrier(2)
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from packhorse.errors import DeadlineExceeded, Overloaded
 from packhorse.runtime.admission import LANE_SECONDS, Admission, PackedFuture
 from packhorse.runtime.batches import PackedShape
-from packhorse.runtime.shares import BULK_PART, FairRoom, Share, ShareLedger, Ticket, may_take
+from packhorse.runtime.shares import BULK_PART, FairLimit, Share, ShareLedger, Ticket, may_take
 from packhorse.runtime.tasks import InferenceJob, from_ids
 
 SHAPE = PackedShape("ragged", rows=4, capacity=64)  # 256 tokens
@@ -381,7 +381,7 @@ def test_a_newcomer_finds_room_even_where_long_requests_have_filled_it() -> None
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 50)), max_size=200))
 def test_a_room_is_never_more_than_full_and_comes_back(steps: list[tuple[int, int]]) -> None:
-    room = FairRoom(100)
+    room = FairLimit(100)
     held: list[tuple[Share | None, int]] = []
     for number, amount in steps:
         share = None if number == 4 else Share(str(number))

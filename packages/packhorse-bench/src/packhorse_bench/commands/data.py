@@ -16,9 +16,7 @@ from packhorse_bench.commands import Keep, flag, show, split_names
 class CorpusFlags:
     """The flags that `data.DataSetup` knows by the same names."""
 
-    kind: Annotated[str | None, flag("--format", help="Of the sources; default told by each.")] = (
-        None
-    )
+    kind: Annotated[str | None, flag("--format", help="Of the sources; default detected.")] = None
     column: Annotated[str | None, flag("--column", help="Of the text in jsonl and parquet.")] = None
     megabytes: Annotated[float, flag("--megabytes", help="Of text, about.")] = 4.0
     max_length: Annotated[int, flag("--max-length", help="Tokens a sequence and a row.")] = 512
@@ -50,7 +48,7 @@ def data(
 
     Every method gets the same clean sentences. "reference" is lists of strings
     and a WordPiece in Python alone, "lists" the same on the tokenizers library.
-    Clean-up of the sources and the loader with dynamic masks are told apart.
+    Clean-up of the sources and the loader with dynamic masks have rows of their own.
 
     Try:
       packhorse bench data

@@ -60,8 +60,8 @@ def sparse(
       packhorse bench sparse --note note.md
       packhorse bench sparse -m ./splade --texts mine.jsonl
     """
-    given = dict(locals())
-    _measure("sparse", given.pop("keep"), **given)
+    options = dict(locals())
+    _measure("sparse", options.pop("keep"), **options)
 
 
 def multi(
@@ -89,8 +89,8 @@ def multi(
       packhorse bench multi --note note.md
       packhorse bench multi --as-query --peers pylate
     """
-    given = dict(locals())
-    _measure("multi", given.pop("keep"), **given)
+    options = dict(locals())
+    _measure("multi", options.pop("keep"), **options)
 
 
 def _measure(

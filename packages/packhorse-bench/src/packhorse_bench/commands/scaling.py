@@ -45,14 +45,14 @@ def scaling(
     from packhorse_bench import scaling as bench
 
     keep.check()
-    wanted = split_names(cores or "")
-    if not all(number.isdecimal() for number in wanted):
+    core_counts = split_names(cores or "")
+    if not all(number.isdecimal() for number in core_counts):
         raise InputError(f"--cores {cores!r}: pass numbers with commas")
     request = bench.ScalingRequest(
         lengths=load.lengths(count),
         **asdict(subject),
         dtype=dtype,
-        cores=tuple(map(int, wanted)),
+        cores=tuple(map(int, core_counts)),
         peers=None if peers is None else tuple(n for n in split_names(peers) if n != "none"),
         batch_size=batch_size,
         order=order,

@@ -51,7 +51,7 @@ def position_scores(q: Tensor, k: Tensor, terms: PositionTerms, rows: Tensor) ->
 
     rows: [2L-1] of the table, by distance, from a key L-1 before its query to one L-1 after it.
     """
-    # Few numbers to scale: every other factor has more.
+    # Scale the rows of the table: they are fewer numbers than the queries, keys or scores.
     scale = terms.scale(q.shape[-1])
     scores: list[Tensor] = []
     if terms.keys is not None:

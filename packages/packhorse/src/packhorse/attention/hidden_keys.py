@@ -1,9 +1,9 @@
-"""Attention in which the last tokens of a sequence attend to the others and nobody to them.
+"""Attention in which the last tokens of a sequence attend to the others, and no token to them.
 
-ColBERT fills a query up with [MASK] tokens and by default hides them from attention: each reads the
-query and is read by no token, not even by itself. No other kernel needs to know: the kernel inside
-runs on the tokens that are attended to, laid end to end without the rest, and the hidden ones are
-few, so that one padded product for all sequences that have any does for them.
+ColBERT fills a query up with [MASK] tokens and by default hides them from attention: they attend to
+the query, and no token attends to them, not even themselves. Other kernels need not know this: the
+kernel inside runs on the tokens that are attended to, laid end to end without the rest. The hidden
+tokens are few, so one padded product for all sequences is enough for them.
 
 A batch without hidden tokens (`Packed.key_lengths` is None) goes to the kernel inside as it is.
 

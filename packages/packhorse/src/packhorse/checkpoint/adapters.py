@@ -48,7 +48,7 @@ REPEATED_GROUP = re.compile(r"\)[*+?{]")
 LONGEST_PATTERN = 500  # characters
 MOST_STEPS = 5e8  # some ten seconds
 SAVED = re.compile(r"\.(modules_to_save(\.default)?|base_layer)(?=\.)")  # wrappers, in older files
-# Settings that would change results; anything but nothing is refused.
+# Settings that would change results: refused unless null, false or empty.
 UNSUPPORTED = (
     "fan_in_fan_out",
     "layer_replication",
@@ -63,7 +63,7 @@ UNSUPPORTED = (
     "kasa_config",
     "arrow_config",
 )
-# Ways to begin training that change the base's weights too, so that the adapter fits only those.
+# Initializations that change the base's weights too: the adapter fits only the changed weights.
 CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 TASKS = {  # PEFT's name of a task → the end of the class of transformers
     "SEQ_CLS": "ForSequenceClassification",
@@ -116,13 +116,13 @@ def is_adapter(folder: Path) -> bool:
 
 def base(folder: Path) -> str:
     """The path or hub id of the model that an adapter was trained on."""
-    named = files.read_object(folder, CONFIG).get("base_model_name_or_path")
-    if not isinstance(named, str) or not named:
+    base_name = files.read_object(folder, CONFIG).get("base_model_name_or_path")
+    if not isinstance(base_name, str) or not base_name:
         raise CheckpointError(
             f"{folder / CONFIG} names no base model (base_model_name_or_path); load the base and "
             f"pass --adapter {folder} (adapter=)"
         )
-    return named
+    return base_name
 
 
 def read(folder: Path) -> Adapter:
@@ -154,11 +154,11 @@ def _check(raw: Mapping[str, Any]) -> None:
     for key in UNSUPPORTED:
         if raw.get(key):
             raise CheckpointError(f"{key} {raw[key]!r} is not supported")
-    start = raw.get("init_lora_weights", True)
-    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+    initialization = raw.get("init_lora_weights", True)
+    if isinstance(initialization, str) and initialization.lower().startswith(CHANGES_BASE):
         raise CheckpointError(
-            f"init_lora_weights {start!r} changes the weights of the base; convert it to a plain "
-            f"LoRA with PEFT: save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+            f"init_lora_weights {initialization!r} changes the weights of the base; convert it to "
+            f"plain LoRA with PEFT: save_pretrained(…, path_initial_model_for_weight_conversion=…)"
         )
     task = raw.get("task_type")
     if task is not None and task not in TASKS:
@@ -242,7 +242,7 @@ def merge(
 ) -> tuple[CanonicalCheckpoint, str]:
     """The base with the adapter in its weights, and a note about it; tensors are replaced in place.
 
-    tied: words are scored by their own embeddings, which then cannot change alone.
+    tied: the MLM head scores words by the word embeddings, which then cannot change alone.
     """
     try:
         return _merged(checkpoint, adapter, tied)
@@ -254,7 +254,8 @@ def _merged(
     checkpoint: CanonicalCheckpoint, adapter: Adapter, tied: bool
 ) -> tuple[CanonicalCheckpoint, str]:
     checkpoint = replace(checkpoint, raw=_configured(checkpoint, adapter))
-    tensors, in_file = checkpoint.tensors, checkpoint.in_file
+    tensors = checkpoint.tensors
+    in_file = checkpoint.in_file
     weights = {f"{module}.weight": change for module, change in adapter.changes.items()}
     canonical = names.canonical_names(checkpoint.raw, [*adapter.saved, *weights])
     words = names.source("bert.embed.words.weight", checkpoint.family)
@@ -266,23 +267,24 @@ def _merged(
             )
         if key in adapter.saved:
             before = tensors.get(name)
-            encoders = name.startswith(checkpoint.family.prefix)
-            if encoders and (before is None or before.shape != adapter.saved[key].shape):
+            in_encoder = name.startswith(checkpoint.family.prefix)
+            if in_encoder and (before is None or before.shape != adapter.saved[key].shape):
                 raise CheckpointError(f"it holds {key}, which does not fit this model")
             tensors[name] = adapter.saved[key]
             in_file.setdefault(name, key)
     for name, key in canonical.items():
         if key not in weights:
             continue
-        change, weight = weights[key], tensors.get(name)
+        change = weights[key]
+        weight = tensors.get(name)
         if weight is None:
             raise CheckpointError(
-                f"it changes {key}, which this model does not have; is it another base's?"
+                f"it changes {key}, which this model does not have; was it trained on another base?"
             )
         if tuple(weight.shape) != change.shape:
             raise CheckpointError(
                 f"it changes {key} [{', '.join(map(str, change.shape))}], which here is "
-                f"{list(weight.shape)}; is it another base's?"
+                f"{list(weight.shape)}; was it trained on another base?"
             )
         tensors[name] = change.apply(weight)
     note = f"merged: the adapter {adapter.folder.name}, which changes {len(weights)} weights"
@@ -300,11 +302,10 @@ def _configured(checkpoint: CanonicalCheckpoint, adapter: Adapter) -> dict[str, 
     classifier = adapter.saved.get(
         "classifier.weight", adapter.saved.get("classifier.out_proj.weight")
     )
-    named: Any = raw.get("id2label")
-    if classifier is not None and len(classifier) != (
-        len(named) if named else raw.get("num_labels")
-    ):
-        # The base's labels are another task's; an adapter's own names are in no file of PEFT.
+    labels: Any = raw.get("id2label")
+    label_count = len(labels) if labels else raw.get("num_labels")
+    if classifier is not None and len(classifier) != label_count:
+        # The base's labels are those of another task; PEFT's files do not name the adapter's.
         for key in ("id2label", "label2id", "num_labels"):
             raw.pop(key, None)
     return raw

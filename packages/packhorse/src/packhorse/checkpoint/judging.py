@@ -1,15 +1,15 @@
-"""Rerankers that answer yes or no: language models whose score is that of a word, or of two.
+"""Rerankers that are language models and answer yes or no: Qwen3-Reranker, read as a classifier.
 
 Qwen3-Reranker is a Qwen3ForCausalLM. Asked whether a document fits a query, it answers "yes" or
-"no", and the score is the probability of "yes" among the two at the last position. That is the
-sigmoid of the difference of two scores, and the scores of words are products with the last state:
-so the model is read as a classifier of one label, whose weight is the difference of two rows. No
-other word is scored.
+"no", and the score is the probability of "yes" against "no" at the last position. That is the
+sigmoid of the difference of two logits, each of which is a product of the last hidden state with a
+row of the output embeddings. So the model is read as a classifier with one label, whose weight is
+the difference of the two rows; the logits of other words are never computed.
 
-The folder says so in one of three ways: as sentence-transformers writes it (`LogitScore` after the
-transformer), as the model was published first (a Qwen3ForCausalLM without modules), or by the key
-that vLLM reads from a configuration that was made a classifier. The words around a pair are those
-of the model's card (Qwen/Qwen3-Reranker-0.6B); templates in Jinja are not run.
+A folder is recognized in one of three ways: by sentence-transformers' module `LogitScore` after the
+transformer, as a Qwen3ForCausalLM without modules (as the model was published first), or by the key
+that vLLM reads from the configuration of a classifier. The words around a pair are those of the
+model's card (Qwen/Qwen3-Reranker-0.6B); templates in Jinja are not run.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ RECOGNIZED = "Judge whether the Document meets the requirements based on the Que
 
 @dataclass(frozen=True, slots=True)
 class JudgedWords:
-    """The tokens whose scores decide."""
+    """The tokens whose logits make the score."""
 
     true: int
-    false: int | None  # None: the score of the other alone
+    false: int | None  # None: the score is the logit of `true` alone
 
 
 def read_words(folder: Path) -> JudgedWords:
     """The settings of a folder of `LogitScore`."""
     raw = files.read_object(folder, "config.json")
-    true, false = raw.get("true_token_id"), raw.get("false_token_id")
+    true = raw.get("true_token_id")
+    false = raw.get("false_token_id")
     for key, value in (("true_token_id", true), ("false_token_id", false)):
         optional = key == "false_token_id" and value is None
         if not optional and (type(value) is not int or value < 0):
@@ -100,8 +101,8 @@ def as_classifier(checkpoint: CanonicalCheckpoint, words: JudgedWords) -> Canoni
     tensors = dict(checkpoint.tensors)
     scores = tensors.pop("lm_head.weight", None)
     tied: Any = checkpoint.raw.get("tie_word_embeddings")
-    # Weights of their own count unless the configuration ties them; without any, words are scored
-    # by their embeddings, unless it says that they are not.
+    # `lm_head` counts unless the configuration ties it to the word embeddings. Without it the
+    # embeddings take its place, unless the configuration says that they are not tied.
     table = tensors.get(embeddings) if tied or (scores is None and tied is None) else scores
     if table is None or table.ndim != 2:
         missing = embeddings if tied else "lm_head.weight"
@@ -140,13 +141,13 @@ def pair_template(
     if raw.get("model_type") != MODEL_TYPE or CLASSIFIER not in _classes(raw):
         return None
     template = _chat_template(vocabulary)
-    is_own = RECOGNIZED in template
-    if "query" in template and "document" in template and not is_own:
+    is_known = RECOGNIZED in template
+    if "query" in template and "document" in template and not is_known:
         raise CheckpointError(
             "the chat template of this model's folder is not that of Qwen3-Reranker, and templates "
             "are not run here; write the whole prompt into the texts, and remove the template"
         )
-    if not is_own and raw.get(KEY) is not True:
+    if not is_known and raw.get(KEY) is not True:
         return None
     instruction = prompts.get(default_prompt or "") or INSTRUCTION
     before, after = (_ids(tokenizer, text) for text in (BEFORE, AFTER))

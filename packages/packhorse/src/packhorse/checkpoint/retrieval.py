@@ -7,8 +7,9 @@ settings in config_sentence_transformers.json, and the original ColBERT's folder
 `HF_ColBERT`, `linear.weight`, `artifact.metadata`). *Both*: bge-m3's `sparse_linear.pt` and
 `colbert_linear.pt` beside a layout for dense vectors.
 
-`sentence` reads the modules; here are the settings of those for retrieval, checked, and what they
-mean for a tokenizer. Where a file says nothing, the default is that of the library that wrote it.
+`sentence` reads which modules a model has. This module reads and checks the settings of those for
+retrieval, and finds the tokens of the words in them. A setting that a file leaves out has the
+default of the library that wrote the file.
 """
 
 from __future__ import annotations
@@ -278,7 +279,7 @@ def multi_settings(
 
 
 def _marker(tokenizer: Tokenizer, text: str | None) -> int | None:
-    """The marker's token; PyLate's vocabularies have it with the blank that follows."""
+    """The token of a marker; PyLate adds markers to vocabularies with a blank after them."""
     if not text:
         return None
     ids = _ids(tokenizer, (text,)) or _ids(tokenizer, (text.strip(),))

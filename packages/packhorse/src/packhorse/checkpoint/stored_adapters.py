@@ -1,10 +1,10 @@
-"""Low-rank adapters that lie in a model's own file, one for each task, and are chosen by name.
+"""Low-rank adapters stored in a model's own file, one per task, and chosen by name.
 
-Jina's embeddings v3 have them: beside a weight W lie A and B of every task, as torch's
-parametrizations name them, and a task's weight is W + (alpha / rank) · B·A (LoRA, Hu et al. 2021;
-for tables of embeddings A·B, as they are stored the other way around). The chosen one is added to
-the weights while they are read, in fp32, so that the model runs as one that was never adapted.
-Without a choice the weights are those of the model before it was adapted.
+Jina's embeddings v3 has them: the file holds a weight W, and A and B of every task, under the names
+of torch's parametrizations. The weight for a task is W + (alpha / rank) · B·A (LoRA, Hu et al.
+2021; A·B for embedding tables, which are stored transposed). The chosen adapter is added to the
+weights while they are read, in fp32, so the model that runs is an ordinary one. Without a choice
+the weights are W.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class BuildFlags:
         flag(
             group=SOURCES,
             help="What a document of plain text is: a file, or what stands between titles (= A =), "
-            "blank lines or line ends; default guessed, and told.",
+            "blank lines or line ends; default guessed and printed.",
         ),
     ] = None
     separator: Annotated[
@@ -149,7 +149,7 @@ class BuildFlags:
         ),
     ] = 0.1
     mask_probability: Annotated[
-        float, flag(group=EXAMPLES, help="Share of the tokens to mask.", show_default=True)
+        float, flag(group=EXAMPLES, help="Fraction of the tokens to mask.", show_default=True)
     ] = 0.15
     max_predictions: Annotated[
         int,
@@ -202,7 +202,7 @@ class BuildFlags:
         float | None,
         flag(
             group=HELD_OUT,
-            help="Share of the documents to hold out as OUT/eval, chosen by a hash of their text.",
+            help="Fraction of documents to hold out as OUT/eval, chosen by a hash of their text.",
         ),
     ] = None
 

@@ -508,14 +508,14 @@ def _score_engines(
                 )
                 peer_reader = text_peers.open_peer(peer, setting)
         with summarize_warnings(TruncationWarning):
-            ours: Any = (
+            our_reader: Any = (
                 fusion.reader(encoder, work.outputs, max_length)
                 if work.outputs
                 else reader(encoder, work.head, max_length)
             )
-            measure(quality.OURS, ours)
+            measure(quality.OURS, our_reader)
             for name, precision, ranges in precisions:
-                measure(name, quantized(ours, precision, ranges))
+                measure(name, quantized(our_reader, precision, ranges))
         with _optional_peer(flags):
             if peer and peer_reader:
                 measure(peer, peer_reader)

@@ -31,8 +31,8 @@ def quantize(
     calibrate: Annotated[
         str | None,
         Parameter(
-            help="Texts to judge by, one per line or a column `text`; those you will encode are "
-            "best. Default real English."
+            help="Texts whose vectors are compared, one per line or a column `text`: best those "
+            "you will encode. Default docstrings of the standard library."
         ),
     ] = None,
     limit: Annotated[int, Parameter(help="Use at most so many of them.")] = 1000,
@@ -102,7 +102,7 @@ def quantize(
 
 
 def _read_texts(path: str | None, limit: int) -> list[str]:
-    """Each text once: which of several equal ones are nearest is decided by rounding."""
+    """Return each text once: among equal texts, rounding would decide which are nearest."""
     from packhorse.data.tables import read_texts
     from packhorse.reports import docstrings
 

@@ -1,8 +1,8 @@
-"""What can be known of a table before its texts are encoded: its rows, and the types of columns.
+"""The number of rows of a table and the types of its columns, before its texts are encoded.
 
-A parquet file and a saved `Dataset` state both. Cells of csv, tsv and txt are text. Lines of JSON
-state nothing, so the types of their columns are found by reading the whole file once, and a line
-that is no JSON is found before hours of work, not after them.
+A Parquet file and a saved `Dataset` contain both. Cells of csv, tsv and txt are text. For lines of
+JSON the whole file is read once to know the types of columns, so that a line that is no JSON is
+reported before hours of work, not after them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _lines_of_standard_input(form: CsvFormat) -> int:
 
 @final
 class _SharedFile(io.RawIOBase):
-    """A file from its beginning, without moving the position of those who read it as well."""
+    """Reads a file from its beginning without moving the position that other readers share."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -118,10 +118,10 @@ def _types_of_lines(source: str, keep: Kept, form: CsvFormat) -> dict[str, Any]:
             cells = [{name: row.get(name) for name in keep} for row in cells]
         try:
             names = dict.fromkeys(name for row in cells for name in row)
-            found = pa.schema(
+            batch_schema = pa.schema(
                 [(name, pa.array([row.get(name) for row in cells]).type) for name in names]
             )
-            schema = pa.unify_schemas([schema, found], promote_options="permissive")
+            schema = pa.unify_schemas([schema, batch_schema], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise InputError(
                 f"{source}, rows {number} to {number + len(cells) - 1}: a column has cells of "
@@ -143,7 +143,7 @@ def _batches(rows: Iterator[TableRow]) -> Iterator[list[Mapping[str, Any]]]:
 
 
 def _plain_type(kind: Any) -> Any:
-    """The type of the values themselves: rows are written one by one, without dictionaries."""
+    """The type of the values: rows are written one by one, so without Arrow's dictionaries."""
     types = import_pyarrow().types
     if types.is_dictionary(kind):
         return kind.value_type

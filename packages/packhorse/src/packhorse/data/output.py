@@ -231,11 +231,11 @@ def _npz_finish(partial: BinaryIO, rows: int, whole: Path) -> None:
         at += 4 + size * int(lengths[row])
     total = int(lengths.sum(dtype=np.int64))
 
-    def column(begin: int, each: int) -> Iterator[bytes]:
-        """Of every record the bytes from `begin` times its count on, `each` times its count."""
+    def column(offset: int, size: int) -> Iterator[bytes]:
+        """Yield a column of each record: `size` bytes per entry, after `offset` bytes per entry."""
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            first = start + begin * length
-            yield records[first : first + each * length].tobytes()
+            first = start + offset * length
+            yield records[first : first + size * length].tobytes()
 
     with zipfile.ZipFile(whole, "w") as archive:
         if is_sparse:
@@ -422,7 +422,7 @@ class ResumableFile:
 
     @property
     def consumed(self) -> int:
-        """How much of the input has its results on disk, as it was told to `append`."""
+        """How much of the input has its results on disk, as passed to `append`."""
         return self._state.consumed
 
     @property

@@ -419,8 +419,8 @@ def read_texts(
         else:
             if kept is None and row.cells:
                 kept = kept_names(list(row.cells), keep, row.place)
-            asked = keep if isinstance(keep, Mapping) else {}  # a blank line has no names
-            names = (kept or asked).items()
+            renamed = keep if isinstance(keep, Mapping) else {}  # a blank line has no names
+            names = (kept or renamed).items()
             cells = {new: row.cells.get(old) for old, new in names if old != "id"}
         identity = row.cells.get("id")
         yield Record(

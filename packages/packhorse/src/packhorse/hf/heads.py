@@ -34,7 +34,7 @@ from packhorse.hf.layout import BOUNDARIES, NAME, SequenceLayout, layout_of_boun
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-AModel = TypeVar("AModel", bound="PreTrainedModel")
+ModelT = TypeVar("ModelT", bound="PreTrainedModel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ FIRST_TOKEN = ("cls", "bos")  # its names in `classifier_pooling`
 NO_HEAD = Head(rows=True, token_labels=False)
 
 
-def packed(model: AModel) -> AModel:
+def packed(model: ModelT) -> ModelT:
     """Prepare the model for flat batches besides padded ones, and return it; may be repeated."""
     register()
     _check(model)

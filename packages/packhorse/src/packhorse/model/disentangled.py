@@ -3,10 +3,10 @@
 - *Distances*: one table of vectors for the distance between two tokens, exact up to a limit and
   then in logarithmic ranges, which every layer projects with its own weights or with those of its
   queries and keys. `attention.disentangled` says how they become scores.
-- *Convolution* (v2-xlarge): neighbors in the text are mixed beside the first layer.
+- *Convolution* (v2-xlarge): each token is mixed with its neighbors and added to the first layer.
 
-In inference the projected vectors are constants, so `fold` computes them once per model: a batch of
-one short text would otherwise project as many rows as a page of text has.
+In inference the projected vectors are constants, so `fold` computes them once per model. Otherwise
+a batch of one short text would pay for the projection of the whole table.
 
 Shapes: T tokens, E hidden width, H heads, D head width, S span (rows on each side), P = 2S rows of
 the table, R the largest distance, K tokens that the convolution sees.
@@ -41,11 +41,13 @@ class DistanceTable(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.span, self.reach = config.distance_span, config.distance_reach
+        self.span = config.distance_span
+        self.reach = config.distance_reach
         self.farthest = config.max_positions - 1  # R
         self.table = nn.Embedding(2 * self.span, config.hidden_size)
-        width, eps = config.hidden_size, config.norm_eps
-        self.norm = nn.LayerNorm(width, eps=eps) if config.distance_norm else nn.Identity()
+        self.norm = nn.Identity()
+        if config.distance_norm:
+            self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
         self._rows: dict[torch.device, Tensor] = {}
 
     def forward(self) -> Tensor:
@@ -96,10 +98,13 @@ class DisentangledSelfAttention(nn.Module):
         self.out = nn.Linear(width, width, bias=config.attention_bias)
         self.by_key = "c2p" in config.disentangled
         self.by_query = "p2c" in config.disentangled
-        own = not config.share_distance_keys
-        self.distance_keys = nn.Linear(width, width) if own and self.by_key else None
-        self.distance_queries = nn.Linear(width, width) if own and self.by_query else None
-        self.shared = not own
+        self.shared = config.share_distance_keys  # distances use the projections of content
+        self.distance_keys = None
+        self.distance_queries = None
+        if self.by_key and not self.shared:
+            self.distance_keys = nn.Linear(width, width)
+        if self.by_query and not self.shared:
+            self.distance_queries = nn.Linear(width, width)
         self.dropout = nn.Dropout(config.dropout)
         # Buffers and not attributes, so that layers share compiled code and move between devices.
         self.register_buffer("folded_keys", None, persistent=False)
@@ -108,7 +113,7 @@ class DisentangledSelfAttention(nn.Module):
 
     def use(self, kernel: Kernel) -> None:
         """Replace the kernel."""
-        # `AttentionScope.rows` has every kernel that is not one refuse to plan.
+        # Not checked here: any other kernel refuses to plan a scope with `rows`.
         self.kernel = cast("DisentangledKernel", kernel)
 
     def forward(self, x: Tensor, plan: DisentangledPlan) -> Tensor:
@@ -127,10 +132,11 @@ class DisentangledSelfAttention(nn.Module):
             queries, keys, _ = self.qkv(table).unflatten(-1, self.shape).unbind(1)
             return PositionTerms(keys if self.by_key else None, queries if self.by_query else None)
         return PositionTerms(
-            self._apart(self.distance_keys, table), self._apart(self.distance_queries, table)
+            self._by_head(self.distance_keys, table), self._by_head(self.distance_queries, table)
         )
 
-    def _apart(self, projection: nn.Linear | None, table: Tensor) -> Tensor | None:
+    def _by_head(self, projection: nn.Linear | None, table: Tensor) -> Tensor | None:
+        """[P, E] projected to [P, H, D]."""
         return None if projection is None else projection(table).unflatten(-1, self.shape[1:])
 
     def fold(self, table: Tensor) -> None:

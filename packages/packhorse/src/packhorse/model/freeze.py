@@ -217,12 +217,12 @@ def _has_products() -> bool:
 
 def _frozen(linear: nn.Linear, activation: str | None = None) -> nn.Module:
     """The layer by the fastest code for its products."""
-    own = (
+    use_product_c = (
         _product_dtype(linear.weight.dtype) == torch.float32
         and linear.weight.numel() <= LARGEST_PACKED
         and _has_products()
     )
-    return (PackedLinear if own else FrozenLinear)(linear, activation)
+    return (PackedLinear if use_product_c else FrozenLinear)(linear, activation)
 
 
 @cache  # or every norm of a model would try the compiler again

@@ -184,7 +184,8 @@ class Int8Layer(nn.Module):
 
     def __init__(self, layer: BertLayer) -> None:
         super().__init__()
-        attention, up = layer.attention, layer.up
+        attention = layer.attention
+        up = layer.up
         if not isinstance(attention, SelfAttention) or not isinstance(up, UpProjection):
             raise KernelError("only a plain layer can be fused")
         dtype = torch.bfloat16 if features().avx512_bf16 else torch.float32
@@ -203,13 +204,18 @@ class Int8Layer(nn.Module):
         attended = self.attention(x, plan)
         check_input(attended, self.out.inputs)
         check_input(x, self.down.outputs)
-        attended, x = attended.contiguous(), x.contiguous()
+        attended = attended.contiguous()
+        x = x.contiguous()
         out = torch.empty_like(x)
         linears = (self.out, self.up, self.down)
         layers = (LinearArguments * 3)(*[linear.arguments() for linear in linears])
         norms = (NormArguments * 2)(*map(_norm_arguments, self.norms))
-        width, wide = self.out.outputs, self.up.outputs
-        bytes_per_token = 4 * (2 * width + wide) + ROUNDED * (self.out.inputs + width + wide) + 64
+        width = self.out.outputs
+        inner = self.up.outputs
+        # What `rest_of_layer` of int8.c takes: fp32 rows of the three layers' outputs, rounded
+        # rows of their inputs, and the scale and zero point of each of these, with alignment.
+        bytes_per_token = 4 * (2 * width + inner) + 64
+        bytes_per_token += ROUNDED * (self.out.inputs + width + inner)
         _call(layers, norms, attended, x, out, self.up.activation, bytes_per_token)
         return out
 
@@ -235,12 +241,12 @@ def freeze_int8(module: nn.Module, kept: Collection[str] = (), prefix: str = "")
     """
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        whole = not any(other == path or other.startswith(f"{path}.") for other in kept)
-        if whole and can_fuse(child):
+        all_int8 = not any(other == path or other.startswith(f"{path}.") for other in kept)
+        if all_int8 and can_fuse(child):
             setattr(module, name, Int8Layer(child))  # pyright: ignore[reportArgumentType]
-        elif whole and isinstance(child, UpProjection) and child.activation in CODES:
+        elif all_int8 and isinstance(child, UpProjection) and child.activation in CODES:
             setattr(module, name, Int8Linear(child.dense, child.activation))
-        elif whole and isinstance(child, nn.Linear):
+        elif all_int8 and isinstance(child, nn.Linear):
             setattr(module, name, Int8Linear(child))
         else:
             freeze_int8(child, kept, f"{path}.")
@@ -248,7 +254,7 @@ def freeze_int8(module: nn.Module, kept: Collection[str] = (), prefix: str = "")
 
 @cache
 def is_native() -> bool:
-    """Whether int8 products run in C here; if a user could change that, it is said once."""
+    """Whether int8 products run in C here; warns once if not and the user could change that."""
     try:
         _functions()
         openmp_entry()

@@ -10,8 +10,8 @@ number per token, which belongs to the token's own word.
 *Multi-vector*: ColBERT (Khattab and Zaharia 2020, arXiv 2004.12832) projects every token and
 compares a query with a document by the best match of each of the query's tokens (MaxSim).
 
-The settings beside the heads say what happens to a text before and to its numbers after the model;
-`runtime.tasks` reads them.
+The settings classes here say how a text is prepared before the model and which of the head's
+numbers count after it; `runtime.tasks` reads them.
 
 Shapes: T tokens, S sequences, E hidden width, V vocabulary, D width of a token's vector.
 """

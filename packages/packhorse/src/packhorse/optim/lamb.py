@@ -11,7 +11,7 @@ gradient's norm over all tensors is left to the training loop. The ratio needs w
 the optimizer by parameter (ZeRO-1), not within one.
 
 A parameter may hold several of the paper's tensors, concatenated, as our model stores query, key
-and value. Its group then tells how many (`stacked`), and each of them has its own ratio, as if it
+and value. Its group then says how many (`stacked`), and each of them has its own ratio, as if it
 were stored separately. This concerns only norms and ratios; everything else is elementwise.
 
 `update_one` is the reference, for one tensor. `update_together` does the same for many at once:

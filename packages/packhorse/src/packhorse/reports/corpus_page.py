@@ -1,7 +1,7 @@
-"""A corpus as a page to look at: counts, lengths, languages, duplicates and samples.
+"""A corpus as a web page: counts, lengths, languages, duplicates and samples.
 
-One HTML file without scripts, and nothing is loaded from elsewhere. All text of the corpus is
-escaped: it comes from strangers.
+One HTML file without scripts that loads nothing. All text of the corpus is escaped: it is not
+trusted.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ def corpus_page(
     source_labels: Mapping[str, str],
 ) -> str:
     """The page of one corpus: its datasets with their samples; labels name the counts."""
-    found = datasets[0][0].manifest.config.get("found") or {}
+    counts = datasets[0][0].manifest.config.get("found") or {}
     sections = [
-        _section("Sources", _count_table(found, source_labels)),
-        _section("Documents by characters", _document_lengths(found.get("document_lengths") or ())),
-        _section("Documents by language", _languages(found.get("languages") or {})),
+        _section("Sources", _count_table(counts, source_labels)),
+        _section(
+            "Documents by characters", _document_lengths(counts.get("document_lengths") or ())
+        ),
+        _section("Documents by language", _languages(counts.get("languages") or {})),
     ]
     for statistics, _ in datasets:
         sections.append(_section(f"{statistics.name}: rows", _packing_table(statistics)))
         sections.append(
             _section(f"{statistics.name}: sequences by tokens", _sequence_lengths(statistics))
         )
-    pairs = found.get("duplicate_samples") or ()
+    pairs = counts.get("duplicate_samples") or ()
     sections.append(_section("Duplicates: what was kept, and what was left out", _pairs(pairs)))
     sections += [
         _section(f"{statistics.name}: samples", "".join(map(_sample, samples)))
@@ -90,8 +92,8 @@ def _bars(rows: Sequence[tuple[str, int]]) -> str:
     return f"<table>\n{''.join(lines)}</table>"
 
 
-def _count_table(found: Mapping[str, Any], labels: Mapping[str, str]) -> str:
-    rows = [(labels[name], f"{found[name]:,}") for name in labels if found.get(name) is not None]
+def _count_table(counts: Mapping[str, Any], labels: Mapping[str, str]) -> str:
+    rows = [(labels[name], f"{counts[name]:,}") for name in labels if counts.get(name) is not None]
     return _table(rows) if rows else ""
 
 

@@ -271,16 +271,16 @@ def _outputs(name: str, setting: TextPeerSetting) -> Callable[[Sequence[str], Ro
 
     def read(texts: Sequence[str], role: Role | None) -> Any:
         encode = model.encode_query if role == "query" else model.encode_document
-        found = encode(list(texts), **options)
+        output = encode(list(texts), **options)
         if name == "sparse":
             from scipy.sparse import coo_array
 
-            found = found.coalesce().cpu()
-            values = found.values().float().numpy()
-            return coo_array((values, found.indices().numpy()), tuple(found.shape)).tocsr()
+            output = output.coalesce().cpu()
+            values = output.values().float().numpy()
+            return coo_array((values, output.indices().numpy()), tuple(output.shape)).tocsr()
         if name == "multi":
-            return [torch.as_tensor(vectors).float().cpu().numpy() for vectors in found]
-        return np.asarray(found, np.float32)
+            return [torch.as_tensor(vectors).float().cpu().numpy() for vectors in output]
+        return np.asarray(output, np.float32)
 
     return read
 
@@ -291,12 +291,12 @@ def _sentence_transformers_outputs(setting: TextPeerSetting) -> Any:
     def read(
         texts: Sequence[str], role: Role | None = None, progress: Progress | None = None
     ) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        outputs: dict[str, Any] = {}
         for number, (name, encode) in enumerate(models.items(), 1):
-            found[name] = encode(texts, role)
+            outputs[name] = encode(texts, role)
             if progress is not None:
                 progress(number * len(texts), len(models) * len(texts))
-        return found
+        return outputs
 
     return read
 

@@ -2,11 +2,11 @@
 
 A fast GPU takes 20 microseconds for a short text, and Python for one `Encoding` as long. Here texts
 are tokenized in pieces into flat arrays (`Tokenizer.encode_flat`), in a thread beside the one that
-launches, so that the device starts with the first piece. A batch is gathered from the arrays of its
-piece, by length, and its results are written to their places when it is back, while the next one
-runs. Tokens, batches of up to a piece, and therefore results, are those of the jobs that
-`runtime.tasks` prepares. These remain the way of hidden states, entities, answers and words for
-masks, which need characters or windows of each text, and of options that are rare in long lists.
+launches, so that the device starts after the first piece. A batch is gathered from the arrays of
+its piece, by length, and its results are stored while the next batch runs. Tokens, and batches
+within a piece, are those of the jobs that `runtime.tasks` prepares, and so are the results. Hidden
+states, entities, answers and words for masks still use jobs, because they need the characters or
+windows of each text; so do options that are rare in long lists.
 
 Shapes: T tokens of a batch, S sequences.
 """
@@ -46,7 +46,7 @@ NO_VECTORS = np.empty((0, 0), np.float32)
 
 
 class BulkModel(TaskModel, Protocol):
-    """What this way needs of an encoder; `Encoder` implements it."""
+    """What this module needs of an encoder; `Encoder` implements it."""
 
     @property
     def device(self) -> torch.device: ...
@@ -61,7 +61,7 @@ class BulkModel(TaskModel, Protocol):
 def serves(
     encoder: BulkModel, texts: Sequence[TaskInput], long: Long | None, *, pairs: bool = False
 ) -> bool:
-    """Return whether the functions here can be used: plain texts, or only pairs, cut at the end."""
+    """Return whether the functions here can be used: for texts, or pairs, that are truncated."""
     if (
         long not in (None, "truncate")
         or encoder.capacity
@@ -151,8 +151,8 @@ def sparse(
     run = _Run(encoder, texts, prefix=prefix, limit=limit, progress=progress)
     sizes = np.zeros(len(texts), np.int64)
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    most = MOST_SPARSE if settings.head == "sparse" else 0
-    for selected, batch in run.batches((settings.head,), most=most):
+    max_texts = MOST_SPARSE if settings.head == "sparse" else 0
+    for selected, batch in run.batches((settings.head,), max_texts=max_texts):
         (output,) = batch.outputs
         if settings.head == "sparse":
             rows, words, weights = _words_with_weight(output.numpy())
@@ -201,9 +201,9 @@ def _heaviest(rows: np.ndarray, weights: np.ndarray, count: int) -> np.ndarray:
     """Which weights are among the `count` largest of their row; of equal ones the first."""
     order = np.lexsort((-weights, rows))
     sizes = np.bincount(rows)
-    kept = np.zeros(len(rows), bool)
-    kept[order[_within(sizes) < count]] = True
-    return kept
+    heaviest = np.zeros(len(rows), bool)
+    heaviest[order[_within(sizes) < count]] = True
+    return heaviest
 
 
 def multi(
@@ -277,11 +277,11 @@ class _Run:
         return matrix
 
     def batches(
-        self, heads: tuple[str, ...], *, excluded: int = 0, most: int = 0
+        self, heads: tuple[str, ...], *, excluded: int = 0, max_texts: int = 0
     ) -> Generator[tuple[np.ndarray, LaunchedBatch]]:
         """Yield the indices of the texts of each batch and its results, which are on the host.
 
-        `most`: texts in a batch; 0: any number. Pooling leaves out `excluded` tokens of each.
+        `max_texts`: texts in a batch; 0: any number. Pooling leaves out `excluded` tokens of each.
         """
         encoder = self._encoder
         running: tuple[np.ndarray, LaunchedBatch] | None = None
@@ -295,7 +295,9 @@ class _Run:
             if not lengths.all():
                 index = piece.start + int(lengths.argmin())
                 raise InputError(f"text {index} has no tokens; leave it out")
-            by_tokens = batches.by_tokens(lengths, encoder.budget, most, by_length=self._by_length)
+            by_tokens = batches.by_tokens(
+                lengths, encoder.budget, max_texts, by_length=self._by_length
+            )
             for selected in by_tokens:
                 batch = encoder.launch(gather(flat, selected, excluded), heads)
                 if running is not None:  # read one batch late, so that the device never waits
@@ -348,7 +350,7 @@ def _bounds(sizes: np.ndarray) -> np.ndarray:
 
 
 def _within(sizes: np.ndarray) -> np.ndarray:
-    """Of the members of groups of these sizes, end to end, each one's number in its group."""
+    """The index of each item in its own group, for groups of these sizes laid end to end."""
     bounds = _bounds(sizes)
     return np.arange(int(bounds[-1])) - np.repeat(bounds[:-1], sizes)
 

@@ -1,14 +1,14 @@
-"""Batches side by side on groups of cores: one thread per part of a batch, not all on each product.
+"""Parts of a CPU batch side by side, each on its own group of cores, instead of all cores on each.
 
-A product that sixteen cores share is too small for them: every layer ends in a dozen waits of all
-for the slowest. So a batch is divided between sequences, into parts that cost the same, and each
-part runs through the whole model on its own group of cores. How many groups depends on the tokens:
-a large batch has a group per core, a smaller one fewer groups of several cores, and a small one
-runs as before, on all cores at once. Groups take parts from one queue, so that a batch that is
-launched before another is back keeps all of them busy.
+One matrix product is too small for sixteen cores: in every layer they wait a dozen times for the
+slowest of them. So a batch is cut between sequences into parts that cost the same, and each part
+runs through the whole model on one group of cores. The number of tokens decides about the groups: a
+large batch has one per core, a smaller one fewer groups of several cores, and a small batch runs
+undivided on all cores. Groups take parts from one queue, so that the next batch can be launched
+before this one is finished, and no group waits.
 
-A sequence's result is that of its part by itself: sequences do not see each other, and a part
-computes what it would compute alone on as many threads.
+Results do not change: sequences do not see each other, and a part computes what it would compute
+alone on as many threads.
 
 Shapes: T tokens, S sequences.
 """
@@ -36,9 +36,10 @@ from packhorse.native import INT, Obstacle, openmp_library
 from packhorse.packing.batch import Packed
 from packhorse.processor import usable_cores
 
-# Of a part: with fewer, a core's products are small, and Python takes a share of the time.
+# Tokens of a part. With fewer, a core's products are small and Python's overhead counts; with more,
+# a layer's activations no longer fit into the core's cache.
 SMALLEST_PART = 512
-LARGEST_PART = 2048  # with more, what a layer keeps for its tokens leaves the core's cache
+LARGEST_PART = 2048
 # With sequences of so many tokens, attention takes as long as the rest of a layer; roughly, for any
 # width of model.
 DOUBLED_LENGTH = 1000
@@ -65,7 +66,7 @@ def _usable_cores() -> int:
     return usable_cores()
 
 
-def grouping(tokens: int, threads: int) -> tuple[int, int]:
+def group_layout(tokens: int, threads: int) -> tuple[int, int]:
     """How many groups run a batch of so many tokens, and how many threads each has."""
     size = 1
     while size < threads and tokens < threads // size * SMALLEST_PART:
@@ -81,7 +82,7 @@ def launch(
     With `only`, per-token heads run on the tokens with this id alone. The results of the parts, end
     to end, are those of the batch.
     """
-    count, threads = grouping(len(packed.ids), _threads())
+    count, threads = group_layout(len(packed.ids), _threads())
     if count < 2 or len(packed) < 2 or packed.capacity or not _can_divide_threads():
         return []
     groups = _groups(count, threads)
@@ -133,17 +134,17 @@ def _slice(packed: Packed, begin: int, end: int) -> Packed:
 
 @final
 class CoreGroups:
-    """Threads that take work from one queue, each on cores of its own.
+    """Threads that take work from one queue, each bound to its own group of cores.
 
-    They live as long as the process: to start one costs as much as a short text. At its end they
-    finish what they have begun (a thread that dies inside torch would abort the process).
+    They live as long as the process, because starting one takes as long as a short text. At the
+    end of the process they finish their work: a thread killed inside torch would abort it.
     """
 
     def __init__(self, count: int, threads: int) -> None:
-        cores = own_cores(count * threads)
-        self._own: SimpleQueue[list[int]] = SimpleQueue()
+        cores = cores_to_bind(count * threads)
+        self._unassigned: SimpleQueue[list[int]] = SimpleQueue()  # the cores of each group
         for first in range(0, count * threads, threads):
-            self._own.put(cores[first : first + threads])
+            self._unassigned.put(cores[first : first + threads])
         self._pool = ThreadPoolExecutor(count, "packhorse-cores", self._begin, (threads,))
 
     def submit(self, function: Callable[[], Result]) -> Future[Result]:
@@ -151,8 +152,8 @@ class CoreGroups:
         return self._pool.submit(function)
 
     def _begin(self, threads: int) -> None:
-        cores = self._own.get_nowait()
-        with suppress(OSError):  # the cores were taken from the process since; any will do
+        cores = self._unassigned.get_nowait()
+        with suppress(OSError):  # the process has lost these cores since; any will do
             if cores:  # before OpenMP starts threads, which inherit it
                 os.sched_setaffinity(0, cores)
         _use_threads(threads)
@@ -165,11 +166,11 @@ def _groups(count: int, threads: int) -> CoreGroups:
     return _GROUPS.get(key) or _GROUPS.setdefault(key, CoreGroups(count, threads))
 
 
-def own_cores(count: int, topology: Path = TOPOLOGY) -> list[int]:
-    """Physical cores to bind threads to, if the process has exactly so many; else none.
+def cores_to_bind(count: int, topology: Path = TOPOLOGY) -> list[int]:
+    """Physical cores to bind `count` threads to, if the process has exactly so many; else none.
 
-    With fewer threads than cores, others use the rest and the system knows better which is free.
-    Whoever sets OMP_PROC_BIND has decided about binding.
+    With fewer threads than cores, the operating system knows better which core is free. A user who
+    sets OMP_PROC_BIND has decided about binding.
     """
     if not hasattr(os, "sched_setaffinity") or "OMP_PROC_BIND" in os.environ:
         return []
@@ -199,15 +200,15 @@ def _can_divide_threads() -> bool:
 
 
 def share_threads(users: int) -> None:
-    """Have this thread's products run on its part of the threads, where several use them all."""
+    """Limit this thread to its share of torch's threads, where `users` threads run products."""
     if users > 1 and _can_divide_threads():
         _use_threads(max(1, torch.get_num_threads() // users))
 
 
 def _use_threads(count: int) -> None:
-    """Have this thread's products run on so many threads, without a change for other threads.
+    """Run this thread's products on `count` threads, without a change for other threads.
 
-    `torch.set_num_threads` would be the default of every thread that begins later.
+    `torch.set_num_threads` would also change the default of every thread that starts later.
     """
     torch.get_num_threads()  # torch sets its own number when a thread first asks
     setter = openmp_library().omp_set_num_threads

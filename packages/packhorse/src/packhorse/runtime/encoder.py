@@ -373,15 +373,15 @@ class Encoder:
             others = {} if name == "embed" else {"query": query}
             jobs[name] = self.prepare(name, texts, prompt=prompt, **options, **others)
             options["long"] = long or "truncate"  # one warning is enough
-        found: dict[str, Any] = {}
+        outputs: dict[str, Any] = {}
         for name, answers in self._finish_together(jobs, progress).items():
             if name == "embed":
                 width = sentences.embedding_dimension(self)
                 answers = np.stack(answers) if answers else np.empty((0, width), np.float32)
             elif name == "sparse":
                 answers = csr(answers, self.sparse_settings.width if self.sparse_settings else 0)
-            found[name] = answers
-        return found
+            outputs[name] = answers
+        return outputs
 
     def classify(
         self,
@@ -624,7 +624,7 @@ class Encoder:
                     break
             else:
                 passes.append((sequences, [name]))
-        found: dict[str, list[Any]] = {}
+        answers: dict[str, list[Any]] = {}
         for sequences, names in passes:
             heads = tuple(
                 dict.fromkeys(head for n in names for job in jobs[n][:1] for head in job.heads)
@@ -632,11 +632,11 @@ class Encoder:
             rows = self.run(sequences, *heads, progress=progress)
             for name in names:
                 columns = [heads.index(head) for job in jobs[name][:1] for head in job.heads]
-                own = iter([tuple(row[column] for column in columns) for row in rows])
-                found[name] = [
-                    job.finish(list(islice(own, len(job.sequences)))) for job in jobs[name]
+                job_rows = iter([tuple(row[column] for column in columns) for row in rows])
+                answers[name] = [
+                    job.finish(list(islice(job_rows, len(job.sequences)))) for job in jobs[name]
                 ]
-        return {name: found[name] for name in jobs}
+        return {name: answers[name] for name in jobs}
 
     def _finish(self, jobs: Sequence[InferenceJob], progress: Progress | None) -> list[Any]:
         """Run jobs of one task and return their answers."""

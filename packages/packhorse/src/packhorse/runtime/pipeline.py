@@ -1,12 +1,12 @@
-"""Overlapping stages: read the next items, compute several at once, write results in order.
+"""Reading, computing on several devices and writing, overlapped; results are written in order.
 
     pipeline = Pipeline([encode_on_first_gpu, encode_on_second_gpu], write)
     pipeline.run(chunks)
 
-The thread that calls `run` reads, each worker has a thread of its own, and so has writing. All of
-it is in one process: what takes long (tokenizing, the model, the disk) runs without Python's lock.
-A bounded number of items is under way, so that memory does not depend on how many there are. Item i
-goes to worker i modulo their number, so that a result does not depend on who was faster.
+The thread that calls `run` reads, each worker has a thread of its own, and so has writing. Threads
+of one process are enough: tokenizing, the model and the disk all run without Python's lock. The
+number of items in progress is bounded, and so is memory. Item i goes to worker i modulo their
+number, so that a result does not depend on which worker was faster.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WAITING = 2  # items that are read or written while the workers are busy
 
 
 class Stopped(Exception):
-    """The work was given up: another part of it failed, or the user ended it."""
+    """The work was stopped: another worker or the writer failed, or the user interrupted it."""
 
 
 @final
@@ -46,7 +46,7 @@ class Pipeline(Generic[Item, Result]):
         self._stopped = threading.Event()
 
     def check(self) -> None:
-        """Raise if the work was given up; a worker calls it now and then to end early."""
+        """Raise if the work was stopped; a worker calls it now and then to end early."""
         if self._stopped.is_set():
             raise Stopped
 
@@ -66,7 +66,7 @@ class Pipeline(Generic[Item, Result]):
                 try:
                     self._feed(enumerate(items, first), pools, writer)
                 except Exception:
-                    writer.submit(int).result()  # what came before the failure is written
+                    _wait_for(writer)  # what came before the failure is written
                     raise
                 except BaseException:
                     self._stopped.set()
@@ -88,7 +88,7 @@ class Pipeline(Generic[Item, Result]):
                 break
             turn = number % len(pools)
             writer.submit(self._finish, item, pools[turn].submit(self._workers[turn], item))
-        writer.submit(int).result()  # here, not in `shutdown`, so that Ctrl-C stops the workers
+        _wait_for(writer)  # here, not in `shutdown`, so that Ctrl-C stops the workers
 
     def _finish(self, item: Item, future: Future[Result]) -> None:
         try:
@@ -100,3 +100,8 @@ class Pipeline(Generic[Item, Result]):
             self._stopped.set()
         finally:
             self._slots.release()
+
+
+def _wait_for(pool: ThreadPoolExecutor) -> None:
+    """Return when all that was submitted to a pool of one thread is done."""
+    pool.submit(int).result()  # `int` does nothing, and runs after the rest

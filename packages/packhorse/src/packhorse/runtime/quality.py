@@ -1,8 +1,8 @@
-"""How near vectors of a cheaper number format stay to those of fp32.
+"""How close vectors in a cheaper number format are to those in fp32.
 
-Cosines say how far single vectors moved; whether a search finds the same is the overlap of the
-nearest ten, which is what users of an index notice. In `top10_mixed` queries are in the cheaper
-format and the index stays fp32, as where an index is kept and only queries get cheaper.
+The cosine shows how far single vectors moved. The overlap of the ten nearest neighbors shows
+whether a search still finds the same, which is what users of an index notice. `top10_mixed` is for
+those who keep an index in fp32: only the queries are in the cheaper format.
 
 Shapes: N vectors, E dimensions.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from packhorse.errors import InputError
 
 NEAREST = 10
-# Below these a model in int8 is no longer taken for the same model.
+# A model in int8 must reach all of these to be written without --allow-loss.
 LEAST_MEAN = 0.995
 LEAST = 0.98
 LEAST_OVERLAP = 0.95
@@ -25,7 +25,7 @@ QUERIES = 256  # rows of similarities that are computed at once
 
 @dataclass(frozen=True, slots=True)
 class QualityReport:
-    """Vectors beside those of fp32: cosines, and the share of the nearest ten that stay."""
+    """Vectors compared with fp32: cosines, and the fraction of the nearest ten in common."""
 
     texts: int
     cosine_mean: float
@@ -35,9 +35,9 @@ class QualityReport:
 
     @property
     def good(self) -> bool:
-        """Whether the vectors may take the place of those in fp32."""
-        near = self.cosine_mean >= LEAST_MEAN and self.cosine_min >= LEAST
-        return near and min(self.top10, self.top10_mixed) >= LEAST_OVERLAP
+        """Whether the vectors can replace those in fp32."""
+        close = self.cosine_mean >= LEAST_MEAN and self.cosine_min >= LEAST
+        return close and min(self.top10, self.top10_mixed) >= LEAST_OVERLAP
 
 
 def compare(vectors: np.ndarray, exact: np.ndarray) -> QualityReport:

@@ -288,7 +288,9 @@ class PackRunner:
         packed: list[Packed] = []
         for size in self.shape.sizes():
             full_rows, rest = divmod(size, self.shape.capacity)
-            lengths = [self.shape.capacity] * full_rows + [rest] * bool(rest)
+            lengths = [self.shape.capacity] * full_rows
+            if rest:
+                lengths.append(rest)
             jobs = self.encoder.prepare("hidden", [np.zeros(length, int) for length in lengths])
             sequences = [sequence for job in jobs for sequence in job.sequences]
             packed.append(self.shape.lay(sequences, [[row] for row in range(len(sequences))]))

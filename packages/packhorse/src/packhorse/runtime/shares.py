@@ -1,22 +1,22 @@
-"""Shares: how clients of one queue divide it, so that nobody waits for another's flood.
+"""Shares: how the clients of one queue divide it, so that none waits for the flood of another.
 
-A server knows its clients by their API keys, and a request is in one of two lanes: somebody waits
-for an *interactive* one, nobody for one in *bulk*. A `Share` is a client in a lane.
+A server knows its clients by their API keys, and a request is in one of two lanes: *interactive* if
+somebody waits for its answer, else *bulk*. A `Share` is a client in a lane.
 
 Between the shares of a lane the order is that of start-time fair queueing (Goyal, Vin and Cheng,
 1996), counted in tokens: every share has a virtual time, the tokens it has had, and the one that is
-furthest behind goes next. A share that begins to wait starts where the last batch of its lane
-began, so that absence earns no more than a part of one batch. All sequences of a batch are chosen
-so, one after the other: a share that had less than its part finds room in the very next batch,
-however much of others waits.
+furthest behind goes next. A share that begins to wait starts at the virtual time at which the last
+batch of its lane began, so that absence earns it at most a part of one batch. Every sequence of a
+batch is chosen this way: a share that had less than its part gets into the very next batch, however
+much the others have waiting.
 
-Between the lanes: what is interactive goes first and has batches of its own, which end sooner than
-full ones. While bulk waits it earns a ninth of the tokens of each interactive batch; as soon as
-that pays for its next batch, it has its turn. So it keeps a tenth under any load.
+Between the lanes: interactive requests go first, in batches of their own, which end sooner than
+full ones. While bulk waits it is credited a ninth of the tokens of each interactive batch; when the
+credit covers its next batch, that batch runs. So bulk keeps a tenth of the device under any load.
 
-A share may fill a room, such as the tokens that may wait, up to twice what is still free (dynamic
-thresholds, Choudhury and Hahne, 1998): two thirds of it if it is alone, two fifths each if there
-are two. Some of it is free at any time, for whoever comes next.
+Of a limited amount, such as the tokens that may wait, a share may hold up to twice what is still
+free (dynamic thresholds, Choudhury and Hahne, 1998): two thirds if it is alone, two fifths each if
+there are two. So some is free at any time for the next client.
 
 Nothing here locks or waits: `Admission` does, and the event loop of a server needs neither.
 """
@@ -30,7 +30,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 BULK_PART = 9  # tokens of interactive batches for each token that bulk is owed
-HOLD = 2  # times what is free: so much of a room one share may hold
+HOLD = 2  # a share may hold so many times what is free of a limited amount
 
 
 class Share(NamedTuple):
@@ -41,14 +41,14 @@ class Share(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """What a request shows when it asks to be admitted."""
+    """Whose a request is, and until when its answer is of use."""
 
     share: Share | None = None  # None: the queue is not divided
     deadline: float = math.inf  # by `time.monotonic`; an answer after it is of no use
 
 
 class Waiting(Hashable, Protocol):
-    """What waits in a `FairQueue`."""
+    """An item of a `FairQueue`."""
 
     @property
     def tokens(self) -> int:
@@ -60,11 +60,11 @@ W = TypeVar("W", bound=Waiting)
 
 
 def may_take(held: float, free: float) -> bool:
-    """Return whether a share that holds so much of a room may take more, with so much free."""
+    """Return whether a share that holds `held` of a limited amount may take more of the rest."""
     return not held or held < HOLD * free
 
 
-class FairRoom:
+class FairLimit:
     """A limited amount that shares take parts of and give back; see the module for its rule."""
 
     def __init__(self, limit: int) -> None:

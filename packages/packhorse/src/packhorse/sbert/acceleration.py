@@ -40,16 +40,16 @@ from packhorse.tokens.tokenizer import Encoding
 if TYPE_CHECKING:
     from sentence_transformers.base.model import BaseModel
 
-AModel = TypeVar("AModel", bound="BaseModel")
+ModelT = TypeVar("ModelT", bound="BaseModel")
 
 OVERRIDE = "_inference"  # since sentence-transformers 6.2
 # By class: the head of the encoder that does the same.
 HEADS = {"SentenceTransformer": "embed", "CrossEncoder": "classify", "SparseEncoder": "sparse"}
 # What `preprocess` may return. Other features would not reach the encoder.
 FEATURES = {"input_ids", "attention_mask", "token_type_ids", "prompt_length", "modality"}
-PREPROCESSED = 256  # inputs that are tokenized, and padded, together
-CHECKED = 4  # inputs that run both ways after the weights were copied
-VALUES = ("sentence_embedding", "token_embeddings", None)
+PREPROCESS_BATCH = 256  # inputs that are tokenized, and padded, together
+COMPARED_INPUTS = 4  # inputs that run both ways after the weights were copied
+OUTPUT_VALUES = ("sentence_embedding", "token_embeddings", None)
 # The arguments of `_inference` that are handled here; all others go to `preprocess`.
 SHARED_OPTIONS = {"prompt", "batch_size", "show_progress_bar", "device"}
 DENSE_OPTIONS = {"output_value", "save_to_cpu", "normalize_embeddings", "truncate_dim"}
@@ -71,7 +71,7 @@ class NotPackedError(Exception):
     """This call or this model cannot be computed packed; the message says why."""
 
 
-def accelerate(model: AModel) -> AModel:
+def accelerate(model: ModelT) -> ModelT:
     """Make a model of sentence-transformers compute packed in `encode` or `predict`; return it.
 
     The model stays what it is: its class, its attributes, its training. Results are those of
@@ -106,20 +106,20 @@ def _kind(model: Any) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class _Stamp:
-    """What the weights and settings of a model are recognized by."""
+class _ModelState:
+    """Identifies a model's weights and settings, so that a change of them is noticed."""
 
     parts: tuple[weakref.ref[Any], ...]  # modules, parameters and buffers
     versions: tuple[tuple[int, int], ...]  # of each tensor, with the place of its data
     settings: tuple[str, ...]  # of the modules after the first
 
-    def is_of(self, model: BaseModel) -> bool:
-        """Whether the model is as it was.
+    def matches(self, model: BaseModel) -> bool:
+        """Whether the model is unchanged.
 
-        Parts are compared by weak references, so that memory that was used again is not taken for
-        the weights that lay there.
+        Parts are compared by weak references and not by `id`, which a new tensor may have in common
+        with one that was freed.
         """
-        now = _stamp(model)
+        now = _model_state(model)
         return (
             len(self.parts) == len(now.parts)
             and all(a() is b() for a, b in zip(self.parts, now.parts, strict=True))
@@ -138,7 +138,7 @@ class PackedInference:
         self.model = model
         self.kind = kind
         self._encoder: Encoder | None = None
-        self._stamp: _Stamp | None = None  # of the model when it was copied, or refused
+        self._model_state: _ModelState | None = None  # of the model when it was copied, or refused
         self._checked = False  # whether results were compared with the library's
 
     def __getstate__(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class PackedInference:
         self.model = state["model"]
         self.kind = state["kind"]
         self._encoder = None
-        self._stamp = None
+        self._model_state = None
         self._checked = False
 
     def __call__(self, inputs: list[Any], **options: Any) -> Any:
@@ -165,7 +165,7 @@ class PackedInference:
         model = self.model
         self._encoder = None
         self._checked = False
-        self._stamp = _stamp(model)
+        self._model_state = _model_state(model)
         if model.dtype not in TOLERANCE:
             raise NotPackedError(f"its weights are {model.dtype}")
         with TemporaryDirectory() as folder:
@@ -188,12 +188,14 @@ class PackedInference:
         model._resolve_inference_device(options.get("device"))  # moves the model there
         model.eval()
         _check_modules(model)
-        if was_training or self._stamp is None or not self._stamp.is_of(model):
+        if was_training or self._model_state is None or not self._model_state.matches(model):
             self._reopen()
         if self._encoder is None:
             raise NotPackedError("this state of the model was refused before")
         if not self._checked:
-            self._compare(self._encoder, inputs[:CHECKED], options | {"show_progress_bar": False})
+            self._compare(
+                self._encoder, inputs[:COMPARED_INPUTS], options | {"show_progress_bar": False}
+            )
         return self._compute(self._encoder, inputs, options)
 
     def _reopen(self) -> None:
@@ -218,9 +220,10 @@ class PackedInference:
             self._refuse(f"packed, its results differ by {difference:.1e}")
 
     def _refuse(self, reason: str) -> NoReturn:
-        """Run as the library does until the model changes."""
+        """Use the library's own method until the model changes again, and warn about it."""
         self._encoder = None
         message = f"this {self.kind} is not computed packed any more: {reason}"
+        # The level is that of the call of `encode` or `predict` in the user's code.
         warnings.warn(message, AccelerationWarning, stacklevel=6)
         raise NotPackedError(reason)
 
@@ -229,7 +232,7 @@ class PackedInference:
         if self.kind == "CrossEncoder":
             return self._scores(encoder, inputs, options)
         if self.kind == "SparseEncoder":
-            return self._words(encoder, inputs, options)
+            return self._sparse_vectors(encoder, inputs, options)
         return self._vectors(encoder, inputs, options)
 
     def _vectors(self, encoder: Encoder, inputs: list[Any], options: dict[str, Any]) -> Any:
@@ -262,13 +265,13 @@ class PackedInference:
             scores = nn.functional.softmax(scores, dim=1)
         return scores
 
-    def _words(self, encoder: Encoder, inputs: list[Any], options: dict[str, Any]) -> Any:
+    def _sparse_vectors(self, encoder: Encoder, inputs: list[Any], options: dict[str, Any]) -> Any:
         settings = encoder.sparse_settings
         if settings is None:
             raise NotPackedError("it has no sparse vectors")
         rows = self._run(encoder, inputs, options, "sparse")
-        if (kept := options["max_active_dims"]) is not None:
-            rows = [row[np.argsort(-row["weight"], kind="stable")[:kept]] for row in rows]
+        if (limit := options["max_active_dims"]) is not None:
+            rows = [row[np.argsort(-row["weight"], kind="stable")[:limit]] for row in rows]
             rows = [np.sort(row, order="index") for row in rows]
         numbers = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
         entries = np.concatenate(rows)
@@ -301,8 +304,8 @@ class PackedInference:
         passed_on = {name: value for name, value in options.items() if name not in known}
         order = np.argsort([-self.model._input_length(entry) for entry in inputs], kind="stable")
         sequences: dict[int, Encoding] = {}
-        for begin in range(0, len(order), PREPROCESSED):
-            chosen = order[begin : begin + PREPROCESSED].tolist()
+        for begin in range(0, len(order), PREPROCESS_BATCH):
+            chosen = order[begin : begin + PREPROCESS_BATCH].tolist()
             features = self.model.preprocess(
                 [inputs[i] for i in chosen], prompt=options["prompt"], **passed_on
             )
@@ -342,7 +345,7 @@ def _encodings(features: dict[str, Any], prompt_length: int) -> list[Encoding]:
 
 def _check_call(model: BaseModel, options: dict[str, Any]) -> None:
     """Raise for arguments that only the library's own method understands."""
-    if "output_value" in options and options["output_value"] not in VALUES:
+    if "output_value" in options and options["output_value"] not in OUTPUT_VALUES:
         raise NotPackedError(f"output_value is {options['output_value']!r}")
     if torch.is_autocast_enabled(model.device.type):
         raise NotPackedError("autocast is on")
@@ -356,21 +359,25 @@ def _check_modules(model: BaseModel) -> None:
     if model._compiled_call_impl is not None:
         raise NotPackedError("it is compiled")
     for module in model.modules():
-        own = vars(module)
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "_hf_hook" in own:
+        attributes = vars(module)
+        if (
+            attributes["_forward_hooks"]
+            or attributes["_forward_pre_hooks"]
+            or "_hf_hook" in attributes  # of the package accelerate
+        ):
             raise NotPackedError(f"{type(module).__name__} has hooks")
-        if "forward" in own:
+        if "forward" in attributes:
             raise NotPackedError(f"the forward of {type(module).__name__} was replaced")
-        if own.get("_hf_peft_config_loaded"):
+        if attributes.get("_hf_peft_config_loaded"):
             raise NotPackedError("it has adapters")
 
 
-def _stamp(model: BaseModel) -> _Stamp:
+def _model_state(model: BaseModel) -> _ModelState:
     tensors = [*model.parameters(), *model.buffers()]
     if any(tensor.is_inference() for tensor in tensors):
         raise NotPackedError("its weights were made in inference mode, where changes are not seen")
     settings = tuple(repr(cast("Any", module).get_config_dict()) for module in [*model][1:])
-    return _Stamp(
+    return _ModelState(
         tuple(weakref.ref(part) for part in [*model.modules(), *tensors]),
         tuple((tensor._version, tensor.data_ptr()) for tensor in tensors),
         settings,

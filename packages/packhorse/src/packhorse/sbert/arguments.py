@@ -1,7 +1,7 @@
 """What the constructors of the three classes have in common: arguments, and the files they name.
 
-An argument that means nothing here, as an attention implementation of transformers, is accepted and
-told once, so that one changed import is enough.
+An argument without a meaning here, such as an attention implementation of transformers, is accepted
+and logged once as ignored, so that users need to change nothing but an import.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOLD: set[str] = set()  # of which arguments this process was told
 
 
 def tell_ignored(name: str, reason: str) -> None:
-    """Log, once a process, that an argument is ignored."""
+    """Log, once per process, that an argument is ignored."""
     if name not in TOLD:
         TOLD.add(name)
         logger.warning("%s is ignored: %s", name, reason)
@@ -65,18 +65,17 @@ def locate(
     """Return the folder of a model, downloaded if necessary; a file or a prefix stays as it is."""
     if not name:
         raise InputError("no model was named; pass a folder or a hub id such as org/name")
-    given = {"cache_dir": cache_folder, "token": token, "local_files_only": local_files_only}
-    download = {key: value for key, value in given.items() if value}
-    wanted = str(name)
-    is_path = Path(wanted).expanduser().exists()
-    if not is_path and organization and "/" not in wanted:
-        wanted = f"{organization}/{wanted}"
+    options = {"cache_dir": cache_folder, "token": token, "local_files_only": local_files_only}
+    source = str(name)
+    is_path = Path(source).expanduser().exists()
+    if not is_path and organization and "/" not in source:
+        source = f"{organization}/{source}"
     if revision is not None and not is_path:
-        wanted = f"{wanted}@{revision}"
+        source = f"{source}@{revision}"
     try:
-        return hub.resolve(wanted, **download)
+        return hub.resolve(source, **{key: value for key, value in options.items() if value})
     except CheckpointError as error:
-        # As there: a name that leads nowhere is an OSError.
+        # sentence-transformers raises an OSError for a name that is nowhere, and code catches it.
         raise ModelNotFoundError(str(error)) from error
 
 
@@ -103,7 +102,7 @@ def tell_ignored_options(
     trust_remote_code: bool,
     processor_known: Sequence[str],
 ) -> None:
-    """Tell of all options that belong to transformers, and are not needed or not known here."""
+    """Log each option that belongs to transformers and has no effect here."""
     if backend != "torch":
         tell_ignored(f"backend={backend!r}", "Packhorse runs the model itself")
     if trust_remote_code:

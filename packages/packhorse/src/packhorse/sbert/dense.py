@@ -5,8 +5,9 @@ Names, order and defaults of the arguments are those of sentence-transformers 6.
 effect, and with `output_value=None` no row is padded.
 """
 
-# torch leaves some of its functions untyped (from_numpy …).
-# pyright: reportUnknownMemberType=false
+# torch leaves some of its functions untyped (from_numpy, tolist …).
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`model.tokenizer`: what code expects of a tokenizer of transformers, over ours.
+"""`model.tokenizer`: our tokenizer behind the methods of one of transformers.
 
-Texts go in, lists or tensors of token ids come out; special tokens, truncation and padding are
-arguments of the call. To use another vocabulary, assign another tokenizer to the model.
+Only the methods that other libraries call are here. Special tokens, truncation and padding are
+arguments of the call, as there. To use another vocabulary, assign another tokenizer to the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HubTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Words of the vocabulary, without those added to it."""
+        """The size of the vocabulary without added tokens."""
         return self._library.get_vocab_size(with_added_tokens=False)
 
     @property
@@ -154,11 +154,11 @@ class HubTokenizer:
         (encoding,) = self._tokenizer.encode([text], limit)
         if special:
             return encoding
-        kept = ~encoding.special
+        ordinary = ~encoding.special
         return Encoding(
-            encoding.ids[kept],
-            encoding.types[kept],
-            encoding.offsets[kept],
-            encoding.special[kept],
-            (slice(0, int(kept.sum())),),
+            encoding.ids[ordinary],
+            encoding.types[ordinary],
+            encoding.offsets[ordinary],
+            encoding.special[ordinary],
+            (slice(0, int(ordinary.sum())),),
         )

@@ -1,8 +1,9 @@
-"""`model[0]`, `model[1]` …: the modules that a folder describes, to be read and not to be run.
+"""`model[0]`, `model[1]` …: descriptions of a model's modules, which cannot run.
 
-Code asks them for a length, a pooling mode or the width of a vector. Their weights are in the
-encoder, fused and prepared, so they have none.
-`model` is a `PackedModel`, whose module imports this one.
+Code written for sentence-transformers asks these modules for a length, a pooling mode or the width
+of a vector. They hold no weights: the encoder has those, fused and prepared for its device.
+
+`model` is a `PackedModel` everywhere here; it is typed Any because its module imports this one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ TASKS = {
 
 
 class ModelPart:
-    """A module of a model: its kind, its settings as attributes, and the model for what it has."""
+    """One module: the name of its class, its settings as attributes, and the model it is in."""
 
     def __init__(self, model: Any, kind: str, settings: dict[str, Any]) -> None:
         self._model = model
@@ -49,7 +50,7 @@ class ModelPart:
 
     @property
     def max_seq_length(self) -> int:
-        """The tokens that a text may have; may be set."""
+        """How many tokens a text may have; assign to change it."""
         return self._model.max_seq_length
 
     @max_seq_length.setter
@@ -76,7 +77,7 @@ class ModelPart:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> ModelPart:
-        """Move the whole model, of which no part computes elsewhere than the others."""
+        """Move the whole model: all of its modules compute on one device."""
         self._model.to(*args, **kwargs)
         return self
 
@@ -86,7 +87,7 @@ class ModelPart:
         return self._model.device
 
     def get_embedding_dimension(self) -> int | None:
-        """Return the numbers in a vector that the module gives."""
+        """Return the width of the module's output; None if it is not known."""
         return self._settings.get("embedding_dimension")
 
 

@@ -1,10 +1,10 @@
 """What `SentenceTransformer`, `CrossEncoder` and `SparseEncoder` share: a folder and its settings.
 
-Weights of an `Encoder` are prepared for one device and number format and cannot change, so these
-objects hold no model that they convert: they remember the folder and what was asked for, and open
-the encoder again after `to` or `half`. That makes copies cheap (they share the encoder) and pickles
-small (a path and settings; the weights are read again where they arrive). Everything else, as
-prompts and `max_seq_length`, is a plain attribute that each call reads.
+Weights of an `Encoder` are prepared for one device and number format and cannot change. So these
+objects remember the folder and the settings, and open the encoder again after `to` or `half`. That
+makes copies cheap (they share the encoder) and pickles small (a path and settings; the process that
+unpickles one reads the weights itself). Everything else, such as prompts and `max_seq_length`, is a
+plain attribute that each call reads.
 """
 
 # pyright: reportPrivateUsage=false
@@ -158,11 +158,9 @@ class PackedModel(ABC):
         encoder = self._encoder
         if self._max_length is not None:
             length = min(self._max_length, _positions(encoder))
-            encoder = replace(
-                encoder,
-                max_length=length,
-                capacity=max(length, encoder.capacity) * bool(encoder.capacity),
-            )
+            # A capacity of 0 means that batches have no rows.
+            capacity = max(length, encoder.capacity) if encoder.capacity else 0
+            encoder = replace(encoder, max_length=length, capacity=capacity)
         if self._include_prompt is not None and encoder.embedder is not None:
             embedder = copy.copy(encoder.embedder)
             embedder.include_prompt = self._include_prompt
@@ -191,7 +189,7 @@ class PackedModel(ABC):
 
     @property
     def max_seq_length(self) -> int:
-        """The tokens that a text may have; may be set, up to the positions that the model has."""
+        """How many tokens a text may have; assign to change it, up to the model's positions."""
         return self._open().max_length
 
     @max_seq_length.setter
@@ -200,7 +198,7 @@ class PackedModel(ABC):
         self._tokenizer_view = None
 
     def get_max_seq_length(self) -> int:
-        """Return the tokens that a text may have."""
+        """Return how many tokens a text may have."""
         return self.max_seq_length
 
     @property
@@ -333,11 +331,14 @@ class PackedModel(ABC):
         )
 
     def _limit(self, encoder: Encoder, options: Mapping[str, Any]) -> int:
-        texts: Mapping[str, Any] = (options.get("processing_kwargs") or {}).get("text", {})
-        limits = [encoder.max_length, texts.get("max_length")]
+        limit = encoder.max_length
         if self._tokenizer_view is not None:
-            limits.append(self._tokenizer_view.model_max_length)
-        return min(int(limit) for limit in limits if limit is not None)
+            limit = min(limit, self._tokenizer_view.model_max_length)
+        arguments_of_call: Mapping[str, Any] = options.get("processing_kwargs") or {}
+        of_texts: Mapping[str, Any] = arguments_of_call.get("text", {})
+        if of_texts.get("max_length") is not None:
+            limit = min(limit, int(of_texts["max_length"]))
+        return limit
 
     # What a module of torch is called by.
 
@@ -420,12 +421,12 @@ class PackedModel(ABC):
             return self._inference(inputs, **options)
         if not inputs:
             return []
-        own = pool is None
+        temporary = pool is None
         pool = self.start_multi_process_pool(cast("Any", device)) if pool is None else pool
         try:
             return pools.compute(pool, inputs, chunk_size, options)
         finally:
-            if own:
+            if temporary:
                 self.stop_multi_process_pool(pool)
 
     def start_multi_process_pool(
@@ -433,9 +434,8 @@ class PackedModel(ABC):
     ) -> dict[str, Any]:
         """Start a process per device, for `encode(pool=)` or `predict(pool=)`; return the pool.
 
-        Processes on a CPU share its cores. One process uses all cores by itself, so a pool helps
-        several accelerators, and is otherwise there for code that has one. By default there is one
-        process per GPU, or two on the CPU.
+        By default there is one process per GPU, or two on the CPU, which share its cores. A pool
+        is faster where there are several GPUs. On a CPU it is not: one process uses all cores.
         """
         return pools.start(self, target_devices)
 
@@ -470,14 +470,15 @@ class PackedModel(ABC):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make a model of a pickle."""
-        vars(self).update(state)
-        if isinstance(self._tokenizer, str):
-            self._tokenizer = Tokenizer.from_json(self._tokenizer)
+        """Restore the model from a pickle."""
+        tokenizer = state["_tokenizer"]
+        if tokenizer is not None:
+            tokenizer = Tokenizer.from_json(tokenizer)
+        vars(self).update(state | {"_tokenizer": tokenizer})
 
     def save_pretrained(
         self,
-        path: str | Path,
+        path: str | Path | None,
         model_name: str | None = None,
         create_model_card: bool = True,
         train_datasets: Sequence[str] | None = None,
@@ -546,14 +547,14 @@ def as_list(inputs: Any) -> list[Any]:
 
 
 def _positions(encoder: Encoder) -> int:
-    """Return how many tokens the weights are made for."""
+    """Return how many positions the weights have."""
     model = getattr(encoder.backend, "model", None)
     return model.bert.config.max_positions if isinstance(model, Model) else encoder.max_length
 
 
 def _with_prompt(entry: Any, prompt: str | None) -> Any:
     if isinstance(entry, list | tuple):
-        pair = cast("Sequence[str]", entry)
+        pair = cast("Sequence[Any]", entry)
         if len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise InputError(f"a pair of texts is expected, not {pair!r:.80}")
         return (prompt or "") + pair[0], pair[1]

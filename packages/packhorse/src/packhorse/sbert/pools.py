@@ -1,9 +1,10 @@
 """A pool of processes that each hold a model: `encode(pool=)`, `encode(device=[…])`.
 
-The processes are started anew (spawn), because CUDA and the threads of torch do not survive a fork.
-Each opens the model from its folder. Those on a CPU get an equal part of its cores. A chunk goes to
-whoever is free, and results are put together in the order of the inputs. Both are pickled here and
-not by the queues: these report no failure, and pass each tensor as an open file.
+The processes are spawned and not forked, because CUDA and torch's threads do not survive a fork.
+Each opens the model from its folder. Those on a CPU divide its cores equally. The next process that
+is free takes the next chunk, and results are returned in the order of the inputs. Chunks and
+results are pickled here and not by the queues, which report no failure to pickle, and which pass
+each tensor as an open file.
 """
 
 # multiprocessing types its queues as of Any.
@@ -33,7 +34,7 @@ _calls = count()  # each call has a number, so that answers to an interrupted on
 
 
 class PooledModel(Protocol):
-    """What a process asks of its model; `PackedModel` implements it."""
+    """What a process needs of its model; `PackedModel` implements it."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any: ...
     def _inference(self, inputs: list[Any], **options: Any) -> Any: ...
@@ -84,8 +85,8 @@ def compute(
 ) -> Any:
     """Return the results of all inputs: one tensor, or a list."""
     if chunk_size is None:
-        chunks_wanted = len(pool["processes"]) * CHUNKS_PER_PROCESS
-        chunk_size = max(1, min(-(-len(inputs) // chunks_wanted), LARGEST_CHUNK))
+        chunk_count = len(pool["processes"]) * CHUNKS_PER_PROCESS
+        chunk_size = max(1, min(-(-len(inputs) // chunk_count), LARGEST_CHUNK))
     options = options | {"show_progress_bar": False}
     begins = range(0, len(inputs), chunk_size)
     try:
@@ -114,13 +115,13 @@ def _answers(pool: dict[str, Any], parts: list[bytes], options: bytes) -> list[t
         pool["input"].put((call, number, part, options))
     answers: dict[int, tuple[bytes, str]] = {}
     while len(answers) < len(parts):
-        answered, number, result, error = _next(pool)
-        if answered == call:
+        answered_call, number, result, error = _next_answer(pool)
+        if answered_call == call:  # others are late answers to a call that was interrupted
             answers[number] = result, error
     return [answers[number] for number in range(len(parts))]
 
 
-def _next(pool: dict[str, Any]) -> tuple[int, int, bytes, str]:
+def _next_answer(pool: dict[str, Any]) -> tuple[int, int, bytes, str]:
     while True:
         try:
             return pool["output"].get(timeout=POLL_SECONDS)

@@ -6,7 +6,7 @@ names, which may be replaced for a call or for good.
 """
 
 # torch leaves some of its functions untyped (from_numpy …).
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ OLDER_NAMES = {
 class CrossEncoder(PackedModel):
     """A model that scores pairs of texts, computed packed, without sentence-transformers.
 
-    The arguments are those of the class of this name there; those that mean nothing here are
-    accepted and told once. To train one, take that library's class and `packhorse.accelerate`.
+    The arguments are those of its class of this name; those without a meaning here are accepted and
+    logged once as ignored. To train one, use that library's class with `packhorse.accelerate`.
     """
 
     model_type: ClassVar[str] = "CrossEncoder"
@@ -162,7 +162,7 @@ class CrossEncoder(PackedModel):
 
     @property
     def num_labels(self) -> int:
-        """The scores of a pair."""
+        """How many scores a pair gets."""
         return len(self._open().labels)
 
     @property
@@ -172,7 +172,7 @@ class CrossEncoder(PackedModel):
 
     @property
     def max_length(self) -> int:
-        """The tokens that a pair may have; may be set."""
+        """How many tokens a pair may have; assign to change it."""
         return self.max_seq_length
 
     @max_length.setter
@@ -183,7 +183,7 @@ class CrossEncoder(PackedModel):
         """Return whether the input is a single pair."""
         if isinstance(inputs, np.ndarray):
             return inputs.size > 0 and inputs.ndim < 2
-        return not len(inputs) or isinstance(inputs[0], str) if inputs else False
+        return bool(inputs) and isinstance(inputs[0], str)
 
     def predict(
         self,
@@ -251,7 +251,7 @@ class CrossEncoder(PackedModel):
         chunk_size: int | None = None,
         **kwargs: Any,
     ) -> list[dict[str, Any]]:
-        """Return the documents' numbers and scores, the best first; texts on request."""
+        """Return index and score of each document, best first; its text with `return_documents`."""
         if self.num_labels != 1:
             raise InputError(
                 f"CrossEncoder.rank() only works for models with num_labels=1, and this one has "

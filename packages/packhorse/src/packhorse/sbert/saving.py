@@ -1,8 +1,8 @@
-"""A model written as a folder, and uploaded: what was read, with the settings that were changed.
+"""Write a model as a folder with the settings that were changed, and upload it to the hub.
 
-Weights are copied from the folder they came from, as they were never changed here; those of another
-format become safetensors first. The files around them are those that sentence-transformers 6 reads,
-and every release since 2.
+Weights never change here, so they are copied from the folder they came from; those of another
+format become safetensors first. The files around them are those that sentence-transformers reads,
+all releases from 2 to 6.
 """
 
 from __future__ import annotations

@@ -5,14 +5,15 @@ Names, order and defaults of the arguments are those of sentence-transformers 6.
 `Encoder.sparse` gives the same as scipy's CSR, which takes less memory.
 """
 
-# torch leaves some of its functions untyped (from_numpy …).
-# pyright: reportUnknownMemberType=false
+# torch leaves some of its functions untyped (from_numpy, tolist …).
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -152,7 +153,7 @@ class SparseEncoder(PackedModel):
             vectors = torch.tensor([]).to_sparse()
         if not convert_to_sparse_tensor:
             vectors = vectors.to_dense()
-        converted = vectors if convert_to_tensor else list(vectors)
+        converted: Any = vectors if convert_to_tensor else list(vectors)
         return converted[0] if single else converted
 
     def encode_query(
@@ -298,5 +299,5 @@ def _dense(vectors: Any) -> Any:
     if isinstance(vectors, Tensor):
         return vectors.to_dense()
     if isinstance(vectors, Sequence):
-        return [_dense(vector) for vector in vectors]
+        return [_dense(vector) for vector in cast("Sequence[Any]", vectors)]
     return vectors

@@ -29,7 +29,7 @@ from functools import lru_cache
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, cast
 
-from packhorse.runtime.shares import FairRoom, Share
+from packhorse.runtime.shares import FairLimit, Share
 from packhorse.serve import logs
 from packhorse.serve.failures import ClientGone, Failure
 from packhorse.serve.hosting import ServedModels
@@ -100,8 +100,8 @@ class Guard:
         self.warned: set[tuple[str, str]] = set()  # models and keys whose texts were cut
         self.telemetry: Telemetry | None = None  # set while traces and metrics are sent
         self.draining = False
-        self.places = FairRoom(settings.max_concurrent_requests)
-        self.bytes = FairRoom(settings.max_buffered_bytes)  # of bodies, complete or not
+        self.places = FairLimit(settings.max_concurrent_requests)
+        self.bytes = FairLimit(settings.max_buffered_bytes)  # of bodies, complete or not
 
     def use_keys(self, entries: Sequence[str]) -> None:
         """Accept these keys from now on, and no others; requests under way are not touched."""

@@ -1,16 +1,16 @@
-"""API keys: what their lines mean, whose a request's key is, and how they are read again.
+"""API keys: the format of their lines, the client of a key, and reading the file again.
 
 A line of a key file, or a part of PACKHORSE_API_KEY between commas, is one of
 
     3f8a…                  a key; it is named by its place, key1 for the first
     search: 3f8a…          a key with a name, which stands in metrics and logs
-    nightly: 77c0… bulk    a key whose requests are in the lane `bulk`
+    nightly: 77c0… bulk    a key whose requests are in the lane `bulk` (`runtime.shares`)
 
-Several keys of one name belong to one client: so a key is exchanged without a moment at which
-neither works. A blank follows the colon, because a key may contain colons.
+Several keys of one name belong to one client, so that a key can be exchanged while both work. A
+blank must follow the colon, because a key may contain colons.
 
-SIGHUP has the file read again. A file that cannot be used changes nothing and is logged in one
-line, without its content.
+On SIGHUP the file is read again. If it cannot be used, the keys stay, and one line of log says so
+without the content of the file.
 
 This module imports no torch and no web framework.
 """
@@ -88,7 +88,7 @@ def find_key(keys: Sequence[ApiKey], secret: bytes) -> ApiKey | None:
 
 
 class KeyReloader:
-    """Reads the key file again on SIGHUP, and hands the keys to whoever checks them.
+    """Reads the key file again on SIGHUP, and passes the keys to `use`.
 
     Without a key file the signal keeps its meaning: a terminal that closes ends the server.
     """

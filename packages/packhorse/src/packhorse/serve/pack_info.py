@@ -1,4 +1,4 @@
-"""What a response says of the batches that its request ran in."""
+"""Figures of the batches that a request ran in, for the headers of its response."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """OpenTelemetry: a trace per request and metrics, sent over OTLP (extra `otel`).
 
 A request is one server span, which continues the client's trace by the ids of `tracing`, with a
-child span each for tokenizing, for waiting in the queue and for computing. Spans are made when a
-request has ended, of the times that its record has anyway: so nothing is added to its way, and
-without a collector this module is not even imported.
+child span each for tokenizing, for waiting in the queue and for computing. Spans are made after a
+request has ended, from the times in its record, so that tracing does not delay it. Without a
+collector this module is not imported.
 
 Everything else is the SDK's and set by its own variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER,
 OTEL_BSP_…, OTEL_METRIC_EXPORT_INTERVAL, OTEL_EXPORTER_OTLP_…): a queue of bounded size, and threads
@@ -76,17 +76,17 @@ class Telemetry:
         logger.handlers = [problems]
         logger.propagate = False
         resource = _resource()
-        self._ids = _GivenIds()
+        self._ids = _RequestIdGenerator()
         self._tracers = TracerProvider(
             resource=resource, id_generator=self._ids, shutdown_on_exit=False
         )
         if os.environ.get("OTEL_TRACES_EXPORTER") != "none":
-            spans = BatchSpanProcessor(SpanSender(endpoint, problems.tell))
+            spans = BatchSpanProcessor(SpanSender(endpoint, problems.report))
             self._tracers.add_span_processor(spans)
         self._tracer = self._tracers.get_tracer("packhorse", __version__)
         readers: list[MetricReader] = []
         if os.environ.get("OTEL_METRICS_EXPORTER") != "none":
-            metrics = MetricSender(endpoint, problems.tell)
+            metrics = MetricSender(endpoint, problems.report)
             readers.append(PeriodicExportingMetricReader(metrics))
         self._meters = MeterProvider(readers, resource, shutdown_on_exit=False)
         self._meter = self._meters.get_meter("packhorse", __version__)
@@ -199,7 +199,7 @@ class Telemetry:
             thread.join(max(0.0, until - time.monotonic()))
 
 
-class _GivenIds(RandomIdGenerator):
+class _RequestIdGenerator(RandomIdGenerator):
     """Gives the next span the ids that the response and the log have, and others random ones."""
 
     def __init__(self) -> None:
@@ -222,21 +222,21 @@ class _GivenIds(RandomIdGenerator):
 
 
 class _FirstProblem(logging.Handler):
-    """Logs the first problem of the SDK as ours; it would repeat it for every batch."""
+    """Logs the first problem of the SDK in our log; the SDK itself would log one per batch."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._is_told = False
+        self._is_logged = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.tell(record.getMessage())
+        self.report(record.getMessage())
 
-    def tell(self, problem: str) -> None:
+    def report(self, problem: str) -> None:
         """Log a problem unless there was one before."""
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_logged:
+            self._is_logged = True
             logs.LOGGER.warning(
-                "OpenTelemetry: %s; requests are answered all the same, and this is told once",
+                "OpenTelemetry: %s; requests are answered all the same, and this is logged once",
                 problem,
             )
 

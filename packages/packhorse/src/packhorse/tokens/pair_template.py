@@ -1,8 +1,8 @@
-"""Pairs that become one text with fixed words around them, as rerankers ask that were decoders.
+"""Pairs as one text with fixed words around it: the input of rerankers that are language models.
 
-The words before and after are tokens already, so that no truncation can cut them and no user's text
-joins them; between them the query, the document and the words that name each are tokenized as one
-text, of which the end is cut if it is too long.
+The words before and after are stored as tokens, so that truncation cannot cut them and they cannot
+merge with a user's text. Between them the query, the document and the label in front of each are
+tokenized as one text, whose end is cut if it is too long.
 """
 
 from __future__ import annotations

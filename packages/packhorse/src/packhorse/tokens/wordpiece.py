@@ -176,7 +176,7 @@ class AsciiWordPiece:
         others = self._needs_library(joined, texts, lengths)
         others |= lengths > longest
         if others.any():
-            texts = ["" if other else text for text, other in zip(texts, others, strict=True)]
+            texts = ["" if skip else text for text, skip in zip(texts, others, strict=True)]
             lengths[others] = 0
             joined = "".join(texts)
         ends = np.cumsum(lengths)

@@ -17,7 +17,7 @@ from packhorse.train.settings import TrainSettings
 NAME = "README.md"
 MEASURES = {"mlm_loss": "masked-word loss", "mlm_accuracy": "masked words guessed"}
 SETTINGS = ("batch", "epochs", "optimizer", "learning_rate", "schedule", "warmup", "weight_decay")
-FOUND = {"documents": "documents read", "held_out": "of them held out", "characters": "characters"}
+COUNTS = {"documents": "documents read", "held_out": "of them held out", "characters": "characters"}
 
 
 def write_card(
@@ -29,7 +29,7 @@ def write_card(
     before = evaluations[0] if evaluations and settings.eval_first else {}
     after = evaluations[-1] if evaluations else {}
     if settings.write == "best":
-        after = next((one for one in evaluations if best in one.values()), after)
+        after = next((values for values in evaluations if best in values.values()), after)
     text = model_card(folder.parent.name, settings, corpus, before, after)
     with new_file(folder / NAME) as file:
         file.write(text.encode())
@@ -44,7 +44,7 @@ def model_card(
     after: Mapping[str, float],
 ) -> str:
     """The card as Markdown, with the fields that the hub reads at its head."""
-    found = corpus.config["found"]
+    counts = corpus.config["found"]
     sources = corpus.config["made_by"]["sources"]
     base = settings.model or "no model: its weights were drawn at random"
     lines = ["---", "library_name: transformers", "pipeline_tag: fill-mask"]
@@ -63,7 +63,7 @@ def model_card(
         "",
         "| | |",
         "|---|---|",
-        *(f"| {label} | {found[key]:,} |" for key, label in FOUND.items()),
+        *(f"| {label} | {counts[key]:,} |" for key, label in COUNTS.items()),
         f"| tokens to learn from | {corpus.tokens:,} |",
         f"| tokens per sequence at most | {corpus.layout.capacity:,} |",
         "",

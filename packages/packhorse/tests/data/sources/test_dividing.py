@@ -1,4 +1,4 @@
-"""What a document of plain text is: said, or guessed and told; bytes that are no UTF-8."""
+"""What a document of plain text is: by an option, or guessed; bytes that are no UTF-8."""
 
 from __future__ import annotations
 

@@ -472,9 +472,9 @@ def _projections(flow: _DataFlow, node: OnnxNode) -> tuple[str, ...]:
 
 def _bias(flow: _DataFlow, node: OnnxNode, number: int) -> tuple[str, str]:
     """The constant that is added to a product (or ""), and the module of both."""
-    own = _input(node, number)
-    if own in flow.constants or node.op in ("Gemm", "FusedGemm", *FUSED_ATTENTION):
-        return own if own in flow.constants else "", node.module
+    bias = _input(node, number)
+    if bias in flow.constants or node.op in ("Gemm", "FusedGemm", *FUSED_ATTENTION):
+        return bias if bias in flow.constants else "", node.module
     value = node.outputs[0] if node.outputs else ""
     user = flow.only_user(node)
     skipped = (*TRANSPARENT, "Mul") if node.op == "MatMulInteger" else TRANSPARENT
@@ -557,7 +557,7 @@ def _tensorflow_weights(flow: _DataFlow, variables: Mapping[str, str]) -> dict[s
     """The weights of a graph of tf2onnx; `variables` are those that its constants are named by.
 
     The scores of words and labels are [out, in] in TensorFlow and were transposed by tf2onnx; only
-    the bias beside them tells what they are.
+    the bias beside them shows what they are.
     """
     scope = tf1.scope(list(variables.values()))
     weights: dict[str, Weight] = {}

@@ -31,7 +31,7 @@ import numpy as np
 
 from packhorse.data.corpus import arrays, workfolder
 from packhorse.data.corpus.cleaning import (
-    JUDGED,
+    LANGUAGE_CHARACTERS,
     Cleaning,
     find_duplicates,
     language_of,
@@ -327,15 +327,15 @@ def _make(step: _BuildStep, sources: Sequence[SourceFile]) -> Path:
         recipe = replace(options.recipe, static_masks=True)
         at_most = bool(options.eval_fraction) and options.eval_count is None
         held_out = [*step.run(make_eval, [(parts, eval_count, recipe, folder, at_most)])]
-        facts = {"documents": total.held_out}
-        _make_split(step, "eval", eval_home, [eval_home / EVAL_PART], held_out, recipe, facts)
-    found: dict[str, Any] = total.numbers()
-    found["document_lengths"] = list(total.lengths)
+        eval_facts = {"documents": total.held_out}
+        _make_split(step, "eval", eval_home, [eval_home / EVAL_PART], held_out, recipe, eval_facts)
+    facts: dict[str, Any] = total.numbers()
+    facts["document_lengths"] = list(total.lengths)
     if options.cleaning.needs_languages:
-        found["languages"] = dict(total.languages)
+        facts["languages"] = dict(total.languages)
     if options.cleaning.duplicates:
-        found["duplicate_samples"] = _duplicate_samples(folder)
-    _make_split(step, "train", folder, parts, counts, options.recipe, found)
+        facts["duplicate_samples"] = _duplicate_samples(folder)
+    _make_split(step, "train", folder, parts, counts, options.recipe, facts)
     return eval_home
 
 
@@ -402,12 +402,12 @@ def _read_sources(step: _BuildStep, sources: Sequence[SourceFile]) -> list[Corpu
 def _part_tasks(step: _BuildStep, sources: Sequence[SourceFile]) -> Iterator[PartTask]:
     size = step.options.chunk_bytes
     remaining: dict[SourcePath, int] = {}
-    told: set[str] = set()
+    reported: set[str] = set()
     filters = Filters(step.options.cleaning, step.options.eval_fraction)
     for piece in pieces(chunks(sources, size), size):
         for chunk in piece.chunks:
-            if (guess := describe_guess(chunk.source)) and guess not in told:
-                told.add(guess)
+            if (guess := describe_guess(chunk.source)) and guess not in reported:
+                reported.add(guess)
                 step.tell(f"{chunk.source.name}: {guess}")
         is_draft = step.options.cleaning.duplicates
         path = (draft_path if is_draft else part_path)(step.folder, piece.number)
@@ -629,7 +629,8 @@ def _draft(piece: CorpusPiece, filters: Filters, folder: Path) -> tuple[_Draft, 
         documents += chunk_documents
         tally += chunk_tally
     kept, counts = _filtered(documents, filters.cleaning)
-    tokenized, has_tokens = tokenize_each(_tools(folder)[0], [one.sentences for one in kept])
+    sentences = [document.sentences for document in kept]
+    tokenized, has_tokens = tokenize_each(_tools(folder)[0], sentences)
     kept = list(compress(kept, has_tokens))
     md5 = np.array([_two_numbers(document.text_md5) for document in kept], np.uint64).reshape(-1, 2)
     hashes = _hashes(folder / HASHES)
@@ -686,7 +687,7 @@ def _is_in_language(document: Document, cleaning: Cleaning, languages: Counter[s
     text = ""
     for sentence in document.sentences:
         text += sentence + " "
-        if len(text) >= JUDGED:
+        if len(text) >= LANGUAGE_CHARACTERS:
             break
     language = language_of(text)
     languages[language] += 1
@@ -702,14 +703,14 @@ def write_kept(drafts: Sequence[Path], near: bool, folder: Path) -> None:
     path = folder / KEPT
     if path.exists():
         return
-    found = find_duplicates(drafts, near)
-    itself = np.arange(len(found.exact))
-    is_exact = found.exact != itself
-    is_near = (found.near != itself) & ~is_exact
+    first = find_duplicates(drafts, near)
+    itself = np.arange(len(first.exact))
+    is_exact = first.exact != itself
+    is_near = (first.near != itself) & ~is_exact
     samples = np.flatnonzero(is_near if near else is_exact)
     samples = samples[:: max(1, len(samples) // DUPLICATES_SHOWN)][:DUPLICATES_SHOWN]
     pairs = [
-        [_beginning(drafts, int(number), folder) for number in (found.near[sample], sample)]
+        [_beginning(drafts, int(number), folder) for number in (first.near[sample], sample)]
         for sample in samples
     ]
     named = {"exact": is_exact.astype(np.uint8), "near": is_near.astype(np.uint8)}

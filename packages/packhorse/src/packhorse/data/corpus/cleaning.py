@@ -1,14 +1,15 @@
 """What a corpus leaves out: documents too short or long, of other languages, and duplicates.
 
 Exact duplicates have the same sentences. Near duplicates share most of their shingles (runs of
-`SHINGLE` tokens): rensa's MinHash gives each document a signature whose share of equal numbers
-estimates that of equal shingles (Broder 1997). Signatures are cut into bands, and documents that
-agree in all of a band are compared by their whole signatures; at `SIMILAR` or more they are one
-text. Of such texts, taken together where they overlap, the first of the corpus stays.
+`SHINGLE` tokens): rensa's MinHash gives each document a signature, and the fraction of equal
+numbers in two signatures estimates that of equal shingles (Broder 1997). Signatures are cut into
+bands. Documents that agree in a whole band are compared by their whole signatures, and are
+duplicates if at least `SIMILAR` of these are equal. Of each connected group of duplicates the first
+document of the corpus is kept.
 
 The chance that a pair is compared is 1 - (1 - s^7)^16 at similarity s: 0.977 at 0.8, 0.9999 at 0.9.
 
-Languages are those of py3langid, judged by the first `JUDGED` characters of a document.
+py3langid tells the language of a document from its first `LANGUAGE_CHARACTERS` characters.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SHINGLE = 5
 BANDS = 16
 BAND_ROWS = 7
 SEED = 1
-JUDGED = 1000
+LANGUAGE_CHARACTERS = 1000
 DUPLICATES = (None, "exact", "near")
 
 _PAIRS_AT_ONCE = 1 << 16
@@ -79,7 +80,7 @@ def known_languages() -> frozenset[str]:
 
 def language_of(text: str) -> str:
     """The language of a text, as a code of ISO 639-1."""
-    return _identifier().classify(text[:JUDGED])[0]
+    return _identifier().classify(text[:LANGUAGE_CHARACTERS])[0]
 
 
 @cache
@@ -121,7 +122,7 @@ def signatures(documents: TokenizedDocuments) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """The finalizer of MurmurHash3, after a multiplication that keeps order in the sum apart."""
+    """The finalizer of MurmurHash3, after a multiplication that makes running sums order-aware."""
     values = values * _ODD
     values ^= values >> np.uint64(33)
     values *= np.uint64(0xFF51AFD7ED558CCD)
@@ -130,7 +131,7 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def _band_keys(rows: np.ndarray, band: int) -> np.ndarray:
-    """A number for each document that is equal where the numbers of a band are."""
+    """A key for each document: equal for documents that agree in the whole band."""
     keys = np.full(len(rows), band, np.uint64)
     for column in range(band * BAND_ROWS, (band + 1) * BAND_ROWS):
         keys = _mixed(keys + rows[:, column].astype(np.uint64))
@@ -189,8 +190,8 @@ def _find_near(drafts: Sequence[Path], exact: np.ndarray) -> np.ndarray:
     later, earlier = np.divmod(candidates, max(count, 1))
     similar = np.zeros(len(later), bool)
     for begin in range(0, len(later), _PAIRS_AT_ONCE):
-        some = slice(begin, begin + _PAIRS_AT_ONCE)
-        similar[some] = _similarity(drafts, ends, later[some], earlier[some]) >= SIMILAR
+        pairs = slice(begin, begin + _PAIRS_AT_ONCE)
+        similar[pairs] = _similarity(drafts, ends, later[pairs], earlier[pairs]) >= SIMILAR
     edges = np.concatenate([later[similar], itself]), np.concatenate([earlier[similar], exact])
     graph = coo_array((np.ones(len(edges[0]), np.int8), edges), shape=(count, count))
     labels = connected_components(graph, directed=False)[1]

@@ -198,7 +198,7 @@ def plan_rows(
     max_per_pack: int | None,
     report: Callable[[int, int], None],
 ) -> GroupPlans:
-    """Plan all groups in parallel; `report` is told how many are done, and of how many."""
+    """Plan all groups in parallel; `report` gets the number of groups done and of all."""
     plans: GroupPlans = []
     items = ((group, capacity, max_per_pack) for group in groups)
     for group, facts in zip(groups, run(plan_group, items), strict=True):

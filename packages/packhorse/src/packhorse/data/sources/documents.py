@@ -109,7 +109,7 @@ def read(chunk: Chunk) -> tuple[list[Document], ReadTally]:
         data, problems = _load(chunk)
         damage = [BadDocument(chunk.source.name, problem) for problem in problems]
         outcomes = [*damage]
-        if chunk.source.kind != ARCHIVE:  # such a chunk only tells what is wrong
+        if chunk.source.kind != ARCHIVE:  # such a chunk only reports what is wrong
             outcomes += _READERS[chunk.source.kind](data, chunk)
     documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
     return documents, ReadTally(

@@ -7,9 +7,9 @@ these are ambiguous does its name decide (`.txt`, MLPerf's `part-00000…`). An 
 error, and so is an empty file, before any work begins. In an archive each file has a format of its
 own, which shows when it is reached: there an unknown one is counted as bad.
 
-What divides plain text into documents cannot be known. Unless it is said, it is guessed from the
-first MiB, and the guess is told: at `<|endoftext|>`, at titles as in WikiText, or else a text of up
-to a MiB is one document, and a longer one is divided at blank lines or, if it has none, at lines.
+What divides plain text into documents cannot be known. If no option says it, it is guessed from the
+first MiB, and the guess is printed: at `<|endoftext|>`, at titles as in WikiText, or else a text of
+up to a MiB is one document, and a longer one is divided at blank lines, or at lines if it has none.
 
 | kind | documents |
 |---|---|

@@ -1,10 +1,10 @@
-"""Files of datasets on the Hugging Face hub, read where they lie: `hf://org/name`.
+"""Files of datasets on the Hugging Face hub, read without a copy on disk: `hf://org/name`.
 
     for file in hub_files("hf://org/name@main/data"): file.open() ...
 
-A `HubFile` has those methods of a path that sources need, so chunks of it are read by any worker as
-those of a file here: by ranges, without a copy on the disk. It names a commit, so every worker, and
-a build that is resumed days later, reads the same bytes.
+A `HubFile` has the methods of `Path` that sources need, so any worker can read a chunk of it as of
+a local file: by HTTP ranges. It names a commit, so every worker, and a build that is resumed days
+later, reads the same bytes.
 
 huggingface_hub reads HF_ENDPOINT and HF_TOKEN when it is imported, so it is imported only when a
 dataset is named.
@@ -124,7 +124,7 @@ SourcePath = Path | HubFile
 
 
 def is_address(path: Path) -> bool:
-    """Whether it names a dataset of the hub; a Path has only one slash left of two."""
+    """Whether it names a dataset of the hub; `Path` turns the two slashes into one."""
     return str(path).startswith(("hf:/", SCHEME))
 
 

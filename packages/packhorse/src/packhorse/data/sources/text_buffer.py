@@ -1,4 +1,4 @@
-"""Text that is unpacked only as far as it is looked at, and taken from the front."""
+"""A buffer over unpacked text: look ahead, then take from the front; never unpacks more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from packhorse.data.sources.unpacking import PIECE_BYTES, Pieces
 
 @final
 class TextBuffer:
-    """A window on pieces of text; problems that come with them are kept for the next `take`."""
+    """A buffer over pieces of text; their problems are kept for the next `take`."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces

@@ -73,7 +73,7 @@ _BROKEN = (
 
 
 class Readable(Protocol):
-    """What is asked of a file that is read from front to back."""
+    """A file that is read from front to back."""
 
     def read(self, size: int, /) -> bytes: ...
 
@@ -202,7 +202,7 @@ class _CountedFile:
 
 
 class _PieceReader:
-    """Pieces as a file; the problems among them are kept."""
+    """Reads pieces as a file, and keeps the problems that come with them."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = pieces
@@ -447,7 +447,7 @@ def _zip_pieces(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Pieces:
     try:
         with archive.open(info) as file:
             while piece := file.read(PIECE_BYTES):
-                # How much was read of the packed bytes is not told, so no more than all of them.
+                # zipfile does not say how many packed bytes it has read: allow for all of them.
                 allowance.refill(min(remaining, FED_BYTES))
                 remaining -= min(remaining, FED_BYTES)
                 if not allowance.spend(len(piece)):

@@ -66,7 +66,7 @@ def reader(encoder: Encoder, outputs: Sequence[str], max_length: int | None = No
     def read(
         texts: Sequence[str], role: Role | None = None, progress: Progress | None = None
     ) -> dict[str, Any]:
-        found = encoder.outputs(
+        outputs_by_task = encoder.outputs(
             texts,
             tuple(tasks),
             query=role == "query",
@@ -74,7 +74,7 @@ def reader(encoder: Encoder, outputs: Sequence[str], max_length: int | None = No
             max_length=max_length,
             progress=progress,
         )
-        return {tasks[task]: values for task, values in found.items()}
+        return {tasks[task]: values for task, values in outputs_by_task.items()}
 
     return read
 
@@ -93,7 +93,7 @@ def judge(
     ids = sorted(collection.documents, reverse=True)  # of equal scores the larger id comes first
     documents = read([collection.documents[id] for id in ids], "document", progress)
     queries = read(list(collection.queries.values()), "query", progress)
-    found: dict[str, list[dict[str, float]]] = {}
+    measured: dict[str, list[dict[str, float]]] = {}  # by output, a row per query
     for number, (id, scores) in enumerate(
         zip(collection.queries, _scores(queries, documents, outputs, similarity), strict=True)
     ):
@@ -104,18 +104,18 @@ def judge(
         for name, row in rows.items():
             order: list[int] = _order(row, skipped).tolist()
             ranking = [ids[i] for i in order]
-            found.setdefault(name, []).append(measures(ranking, collection.judgments[id]))
+            measured.setdefault(name, []).append(measures(ranking, collection.judgments[id]))
         if progress is not None:
             progress(number + 1, len(collection.queries))
     return {
         f"{name} {measure}": value
-        for name, rows in found.items()
+        for name, rows in measured.items()
         for measure, value in averages(rows).items()
     }
 
 
 def fuse(scores: np.ndarray, fusion: Fusion, weights: Sequence[float]) -> np.ndarray:
-    """[outputs, N] scores of one query to [N]; see the top of this module."""
+    """Combine the scores of one query, [outputs, N], to [N]; the module says how."""
     total = np.zeros(scores.shape[1])
     for row, weight in zip(scores.astype(np.float64), weights, strict=True):
         if fusion == "rrf":
@@ -139,9 +139,8 @@ def _scores(
     similarity: VectorSimilarity,
 ) -> Iterator[np.ndarray]:
     """Yield the scores [outputs, N] of each query; memory is bounded by chunks of queries."""
-    count = len(next(iter(documents.values()))) if "sparse" not in outputs else None
-    count = documents["sparse"].shape[0] if count is None else count
-    total = next(queries[o].shape[0] if o == "sparse" else len(queries[o]) for o in outputs)
+    count = _count(documents, outputs[0])
+    total = _count(queries, outputs[0])
     dense = {}
     if "dense" in outputs:
         sides = {"queries": queries["dense"], "documents": documents["dense"]}
@@ -155,6 +154,11 @@ def _scores(
             "multi": lambda part=part: maxsim(queries["multi"][part], documents["multi"]),
         }
         yield from np.stack([scored[output]() for output in outputs], axis=1)
+
+
+def _count(sides: Mapping[str, Any], output: str) -> int:
+    """How many texts were read; a CSR matrix has no length."""
+    return sides[output].shape[0] if output == "sparse" else len(sides[output])
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:
