@@ -11,8 +11,8 @@ learns the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from packhorse.train.recording import StepRecorder
 from packhorse.train.settings import TrainSettings
 
 ALIASES = {"minilm": "all-MiniLM-L6-v2"}
+RETRIEVAL = ("ndcg@10", "mrr@10", "recall@1", "recall@10", "accuracy", "loss")
 # The measures of an evaluation per problem; the first decides which model is best.
 MEASURES = {
     "pretrain": (
@@ -58,7 +59,8 @@ MEASURES = {
     "multi_label": ("f1", "accuracy", "loss"),
     "regression": ("pearson", "spearman", "loss"),
     "similarity": ("spearman", "pearson", "loss"),
-    "contrastive": ("accuracy", "loss"),
+    "contrastive": RETRIEVAL,
+    "distill": RETRIEVAL,
     "span": ("f1", "exact_match"),
 }
 
@@ -151,6 +153,7 @@ class RunInputs:
     start: StartingModel | None = None
     labels: LabelSet | None = None
     vocabulary: Path | None = None
+    prompts: Mapping[str, str] | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -217,6 +220,8 @@ def assemble(settings: TrainSettings, rank: int = 0, world: int = 1) -> Training
         inputs.labels,
         inputs.vocabulary,
     )
+    if inputs.prompts is not None:
+        checkpoint = replace(checkpoint, prompts=dict(inputs.prompts))
     model = checkpoint.model
     model.train().to(place.device)
     optimizer = optimizer_for(settings, model, place.half)
@@ -413,12 +418,13 @@ def _fine_tuning(settings: TrainSettings, place: Placement) -> RunInputs:
         place=place,
         source=checkpoint,
         objective=data.objective,
-        problem=data.train.problem,
+        problem=(data.eval or data.train).problem,
         feed=training_feed,
         schedule=StepSchedule(settings, training_feed.batch, training_feed.epoch),
         micro_tokens=micro_tokens,
         start=start,
         labels=data.labels,
+        prompts=data.prompts,
         notes=data.notes,
     )
 

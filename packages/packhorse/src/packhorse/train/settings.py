@@ -33,6 +33,12 @@ OPTIMIZER = "Optimizer"
 RUN = "Run"
 SUBMISSION = "Submission"
 
+# Losses by task; the first is that of "auto".
+LOSSES = {
+    "similarity": ("cosine", "cosent", "angle"),
+    "contrastive": ("ranking", "symmetric", "triplet"),
+    "distill": ("margin", "kl", "vectors"),
+}
 SMALLEST = 1e-30  # for numbers that must be above 0
 
 
@@ -73,8 +79,8 @@ class TrainSettings:
         0.0, MODEL, "Dropout of attention probabilities; not every kernel supports it.", below=1
     )
 
-    task: Literal["pretrain", "classify", "similarity", "contrastive", "answer"] = setting(
-        "pretrain", TASK, "What to learn."
+    task: Literal["pretrain", "classify", "similarity", "contrastive", "distill", "answer"] = (
+        setting("pretrain", TASK, "What to learn.")
     )
     train: str = setting(
         "",
@@ -94,7 +100,9 @@ class TrainSettings:
     eval: str = setting(
         "", TASK, "Evaluation data, in the same form; default the eval folder beside train."
     )
-    text: tuple[str, ...] = setting((), TASK, "Column of the text; two columns for a pair.")
+    text: tuple[str, ...] = setting(
+        (), TASK, "Column of the text; two for a pair; anchor, positive and negatives of a group."
+    )
     label: tuple[str, ...] = setting(
         (), TASK, "Column of the label; several columns hold 0 or 1 per label."
     )
@@ -130,8 +138,44 @@ class TrainSettings:
         0, TASK, "Maximum masked tokens per sequence; default the data's."
     )
     whole_words: bool | None = setting(None, TASK, "Mask whole words; default the data's choice.")
+    loss: Literal[
+        "auto",
+        "ranking",
+        "symmetric",
+        "triplet",
+        "cosine",
+        "cosent",
+        "angle",
+        "margin",
+        "kl",
+        "vectors",
+    ] = setting(
+        "auto",
+        TASK,
+        "Loss of embeddings: ranking, symmetric or triplet (contrastive); cosine, cosent or angle "
+        "(similarity); margin, kl or vectors (distill); auto: the first.",
+    )
     temperature: float = setting(
-        0.05, TASK, "Temperature of contrastive learning.", minimum=SMALLEST
+        0.05, TASK, "Temperature of ranking, symmetric, cosent, angle and kl.", minimum=SMALLEST
+    )
+    margin: float = setting(5.0, TASK, "triplet: how much nearer the positive shall be.")
+    distance: Literal["euclidean", "cosine"] = setting(
+        "euclidean", TASK, "triplet: the distance that is compared."
+    )
+    negatives: int = setting(
+        0, TASK, "Hard negatives of each row; default as many as every row has."
+    )
+    widths: tuple[int, ...] = setting(
+        (), TASK, "Matryoshka: widths that vectors may be cut to, their own included."
+    )
+    query_prompt: str = setting(
+        "", TASK, "Prompt before anchors, kept with the model; default its own for queries."
+    )
+    document_prompt: str = setting(
+        "", TASK, "Prompt before positives and negatives; default the model's own for documents."
+    )
+    teacher: str = setting(
+        "", TASK, "distill: a model that scores pairs or makes vectors; default scores in the data."
     )
     agreement: float = setting(
         0.0,
@@ -239,8 +283,24 @@ class TrainSettings:
                 f"agreement is {self.agreement}, but two passes without dropout are the same; "
                 "set dropout"
             )
-        if len(self.text) > 2:
+        is_grouped = self.task in ("contrastive", "distill")
+        if len(self.text) > 2 and not is_grouped:
             raise InputError(f"text is {self.text!r}; name one column, or two for a pair")
+        losses = LOSSES.get(self.task, ())
+        if self.loss != "auto" and self.loss not in losses:
+            known = f"has {', '.join(losses)}" if losses else "has none to choose"
+            raise InputError(f"loss is {self.loss!r}; the task {self.task} {known}")
+        if self.teacher and self.task != "distill":
+            raise InputError(f"teacher is {self.teacher!r}; it is for the task distill")
+        if self.widths and not losses:
+            raise InputError(f"widths are {self.widths}; they are for embeddings, not {self.task}")
+        if any(width < 1 for width in self.widths):
+            raise InputError(f"widths are {self.widths}; they are counts from 1")
+
+    @property
+    def is_embedding(self) -> bool:
+        """Is it vectors of texts that are learned?"""
+        return self.task in LOSSES
 
     @property
     def passes(self) -> int:

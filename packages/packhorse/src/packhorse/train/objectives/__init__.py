@@ -28,8 +28,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from packhorse.train.objectives.classify import Classify
+from packhorse.train.objectives.embedding import Embedding
 from packhorse.train.objectives.pretrain import Pretrain
-from packhorse.train.objectives.similarity import Contrastive, Similarity
 from packhorse.train.objectives.span import SpanEnds
 from packhorse.train.objectives.stats import BatchStats, Gather, single_process
 
@@ -65,8 +65,9 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "single_label": partial(Classify, "single_label"),
     "multi_label": partial(Classify, "multi_label"),
     "regression": partial(Classify, "regression"),
-    "similarity": Similarity,
-    "contrastive": Contrastive,
+    "similarity": partial(Embedding, "cosine"),
+    "contrastive": partial(Embedding, "ranking"),
+    "distill": partial(Embedding, "margin"),
     "span": SpanEnds,
 }
 
@@ -74,9 +75,8 @@ __all__ = [
     "OBJECTIVES",
     "BatchStats",
     "Classify",
-    "Contrastive",
+    "Embedding",
     "Objective",
     "Pretrain",
-    "Similarity",
     "SpanEnds",
 ]
