@@ -44,12 +44,12 @@ from packhorse.data.tasks.targets import (
 )
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
+from packhorse.runtime.teaching import Teacher, open_teacher
 from packhorse.tokens import Tokenizer
 from packhorse.train.objectives import OBJECTIVES, Embedding, Objective, SpanEnds
 from packhorse.train.objectives.span import squad_evaluation
 from packhorse.train.preparing import LabelSet
 from packhorse.train.settings import LOSSES, TrainSettings
-from packhorse.train.teaching import Teacher, open_teacher
 
 EVAL_SEED = 12345  # of the masks in every evaluation, whatever the run's seed
 UNDIVIDED_TOKENS = 1 << 15  # of a step of embeddings that runs as one part, unless set otherwise

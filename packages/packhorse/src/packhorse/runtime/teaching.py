@@ -1,8 +1,8 @@
 """A teacher for embeddings: a reranker that scores pairs, or a model that makes vectors.
 
-Everything it says is computed before the first step, packed, by the same encoder that serves. Its
-fingerprint stands for its numbers in that of the data, so a resumed run, which asks it again,
-refuses another teacher and not another rounding.
+Training (`packhorse train`, distill) asks it about all texts before the first step, and mining
+(`mining`) about candidates. Its fingerprint stands for its numbers in that of the training data: a
+resumed run, which asks it again, refuses another teacher and not another rounding.
 
 Shapes: N groups of K texts, E width of a vector.
 """
@@ -67,6 +67,6 @@ def _reranked(encoder: Encoder, anchor: str, others: Sequence[str]) -> np.ndarra
     return scores
 
 
-def open_teacher(model: str, device: str) -> Teacher:
+def open_teacher(model: str, device: str | None) -> Teacher:
     """Load the model that teaches."""
-    return Teacher(load(model, device=device))
+    return Teacher(load(model, device=None if device == "auto" else device))
