@@ -45,7 +45,7 @@ class MiningOptions:
     def __post_init__(self) -> None:
         if self.negatives < 1 or self.skip < 0 or self.depth <= self.skip:
             raise InputError(
-                f"negatives {self.negatives}, skip {self.skip} and depth {self.depth}: at least one "
+                f"negatives {self.negatives}, skip {self.skip}, depth {self.depth}: at least one "
                 "negative is taken from the candidates between skip and depth"
             )
 

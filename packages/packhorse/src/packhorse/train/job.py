@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 
 from packhorse import attention, executable
 from packhorse import device as devices
-from packhorse.checkpoint import Checkpoint
+from packhorse.checkpoint import Checkpoint, adapters
+from packhorse.checkpoint.names.families import family_of
 from packhorse.errors import InputError, KernelError
 from packhorse.model import float8
 from packhorse.model.config import BertConfig
 from packhorse.model.model import Model
 from packhorse.optim import SCHEDULES, load_slots, packing_rule
-from packhorse.train import cost, feed
+from packhorse.train import cost, feed, lora
 from packhorse.train.checkpoints import BestMetric
 from packhorse.train.feed import TrainingFeed
 from packhorse.train.objectives import Objective, Pretrain
@@ -223,6 +224,11 @@ def assemble(settings: TrainSettings, rank: int = 0, world: int = 1) -> Training
     if inputs.prompts is not None:
         checkpoint = replace(checkpoint, prompts=dict(inputs.prompts))
     model = checkpoint.model
+    if settings.lora_rank:
+        adapted = lora.adapt(
+            model, family_of(checkpoint.raw), lora_options(settings), settings.seed
+        )
+        inputs = replace(inputs, notes=(*inputs.notes, f"{adapted} layers have a LoRA adapter"))
     model.train().to(place.device)
     optimizer = optimizer_for(settings, model, place.half)
     start = inputs.start
@@ -247,6 +253,19 @@ def assemble(settings: TrainSettings, rank: int = 0, world: int = 1) -> Training
         measure=settings.measure or MEASURES[inputs.problem][0],
         notes=(*notes, *_float8_notes(not_float8)),
         recorder=recorder_for(settings, place, compiled),
+    )
+
+
+def lora_options(settings: TrainSettings) -> lora.LoraOptions:
+    """The adapter that is set; its base is named so that it is found from any folder."""
+    path = Path(settings.model).expanduser()
+    if (path / adapters.CONFIG).is_file():
+        raise InputError(f"{path} is an adapter; start a new one from its base model")
+    return lora.LoraOptions(
+        settings.lora_rank,
+        settings.lora_alpha or 2 * settings.lora_rank,
+        settings.lora_modules,
+        str(path.resolve()) if path.exists() else _model_name(settings),
     )
 
 

@@ -289,7 +289,8 @@ def optimizer_for(settings: TrainSettings, model: nn.Module, half: bool) -> LAMB
     In bf16 the optimizer keeps fp32 master weights, and gradients are accumulated in fp32.
     """
     is_lamb = settings.optimizer == "lamb"
-    groups = parameter_groups(model, settings.weight_decay, unstack=is_lamb and settings.split_qkv)
+    is_split = is_lamb and settings.split_qkv and not settings.lora_rank
+    groups = parameter_groups(model, settings.weight_decay, unstack=is_split)
     for group in groups:
         group["adapt"] = group["adapt"] and is_lamb
     parameters = [parameter for group in groups for parameter in group["params"]]

@@ -79,6 +79,16 @@ class TrainSettings:
         0.0, MODEL, "Dropout of attention probabilities; not every kernel supports it.", below=1
     )
 
+    lora_rank: int = setting(
+        0, MODEL, "Train a LoRA adapter of this rank in place of the weights; for embeddings."
+    )
+    lora_alpha: float = setting(
+        0.0, MODEL, "Scale of the adapter times its rank; default twice the rank."
+    )
+    lora_modules: tuple[str, ...] = setting(
+        (), MODEL, "Ends of the names of adapted layers (query, value …); default all linear ones."
+    )
+
     task: Literal["pretrain", "classify", "similarity", "contrastive", "distill", "answer"] = (
         setting("pretrain", TASK, "What to learn.")
     )
@@ -292,6 +302,10 @@ class TrainSettings:
             raise InputError(f"loss is {self.loss!r}; the task {self.task} {known}")
         if self.teacher and self.task != "distill":
             raise InputError(f"teacher is {self.teacher!r}; it is for the task distill")
+        if self.lora_rank and not losses:
+            raise InputError(
+                f"lora_rank is {self.lora_rank}; adapters are for embeddings, not {self.task}"
+            )
         if self.widths and not losses:
             raise InputError(f"widths are {self.widths}; they are for embeddings, not {self.task}")
         if any(width < 1 for width in self.widths):
