@@ -92,7 +92,7 @@ def test_those_of_sentence_transformers(
         **theirs,
     )
     expected: dict[str, list[str]] = {}
-    for row in found:
+    for row in found.to_list():
         listed = expected.setdefault(row["anchor"], [])
         if row["negative"] not in listed:
             listed.append(row["negative"])

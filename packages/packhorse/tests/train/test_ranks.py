@@ -143,6 +143,27 @@ def test_texts_of_all_ranks_are_negatives_of_each_other(
     assert ends[0] == pytest.approx(ends[1], abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", [{}, {"lora_rank": 2}], ids=["weights", "adapter"])
+def test_a_killed_step_of_pairs_goes_on_to_the_bit(
+    ask: Ask, tiny: Path, tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    """Killed between the two passes over its parts, with dropout; the same command goes on."""
+    rows = [f"{word} horse{' cart' * (i % 5)}\t{word} mule" for i, word in enumerate(WORDS)]
+    (tmp_path / "pairs.tsv").write_text("\n".join(["anchor\tpositive", *rows]) + "\n")
+    of = {"task": "contrastive", "train": str(tmp_path / "pairs.tsv"), "model": str(tiny)}
+    of |= {"layers": 0, "hidden_size": 0, "heads": 0, "optimizer": "adamw", "batch": 5, **kind}
+    of |= {"steps": 5, "micro_tokens": 16, "save_every": 2, "dropout": 0.2}
+    assert ask(2, "whole", of)["codes"] == [0, 0]
+    strike = {"rank": 1, "at": "forward", "number": 15, "how": "kill"}
+    assert KILLED in ask(2, "cut", of, strike=strike)["codes"]
+    assert checkpoints.newest(tmp_path / "cut") is not None
+    assert not (tmp_path / "cut" / "model").exists()
+    assert ask(2, "cut", of)["codes"] == [0, 0]
+    name = "model/adapter_model.safetensors" if kind else "model/model.safetensors"
+    for file in (name, "log.jsonl"):
+        assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
 def test_a_task_is_learned_and_measured_together(ask: Ask, tiny: Path, tmp_path: Path) -> None:
     rows = [f"{word} horse{' cart' * (i % 5)}\t{i % 2}" for i, word in enumerate(WORDS)]
     (tmp_path / "table.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")

@@ -132,7 +132,7 @@ def tensors(model: nn.Module, masters: Mapping[str, Tensor] | None = None) -> di
             continue
         for number, part in enumerate(module.parts):
             for ours, theirs in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
-                own = getattr(module, ours)[number]
+                own: Tensor = getattr(module, ours)[number]
                 value = masters.get(f"{name}.{ours}.{number}.master", own)
                 found[f"{adapters.PREFIX}{part}.{theirs}.weight"] = value.detach().cpu()
     return found
