@@ -34,6 +34,7 @@ from packhorse.data.tasks import targets
 from packhorse.data.tasks.labeled import LabeledTexts, TableLayout, read_labeled
 from packhorse.data.tasks.pairs import TextGroup, is_scored, read_groups
 from packhorse.data.tasks.squad import read_squad
+from packhorse.data.tasks.tagged import read_tagged
 from packhorse.data.tasks.targets import (
     Prompts,
     TrainingTask,
@@ -41,12 +42,13 @@ from packhorse.data.tasks.targets import (
     distillation_task,
     labeled_task,
     span_task,
+    tagging_task,
 )
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 from packhorse.runtime.teaching import Teacher, open_teacher
 from packhorse.tokens import Tokenizer
-from packhorse.train.objectives import OBJECTIVES, Embedding, Objective, SpanEnds
+from packhorse.train.objectives import OBJECTIVES, Embedding, Objective, SpanEnds, Tag
 from packhorse.train.objectives.span import squad_evaluation
 from packhorse.train.preparing import LabelSet
 from packhorse.train.settings import LOSSES, TrainSettings
@@ -388,6 +390,7 @@ def read_task(settings: TrainSettings, model: Checkpoint) -> TaskData:
         )
     readers = {
         "answer": _read_questions,
+        "tag": _read_tagged,
         "contrastive": _read_groups,
         "distill": _read_groups,
     }
@@ -442,6 +445,23 @@ def _read_with_model_labels(
         return read(source, labels=model.labels)
     except InputError:
         return None  # other labels, so a new head; any other error shows when it is read again
+
+
+def _read_tagged(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenizer) -> TaskData:
+    max_length = settings.max_length or None
+    columns = (*settings.text, *settings.label)
+    kept = model.labels if "tokens" in model.model.heads else ()
+    try:  # a tagger that is trained further keeps its labels, if they are the same
+        tagged = read_tagged(settings.train, columns, kept)
+    except InputError:
+        tagged = read_tagged(settings.train, columns)
+    train = tagging_task(tagged, tokenizer, max_length)
+    eval_task = None
+    if settings.eval:
+        held_out = read_tagged(settings.eval, columns, tagged.labels)
+        eval_task = tagging_task(held_out, tokenizer, max_length)
+    labels = LabelSet(tagged.labels)
+    return TaskData(train, eval_task, Tag(tagged.labels), labels, notes=_truncation_notes(train))
 
 
 def _embedding(settings: TrainSettings) -> Embedding:

@@ -62,6 +62,7 @@ MEASURES = {
     "similarity": ("spearman", "pearson", "loss"),
     "contrastive": RETRIEVAL,
     "distill": RETRIEVAL,
+    "tokens": ("f1", "accuracy", "precision", "recall", "loss"),
     "span": ("f1", "exact_match"),
 }
 

@@ -67,18 +67,18 @@ class AdaptedLinear(nn.Linear):
         self.lora_a = nn.ParameterList(a)
         self.lora_b = nn.ParameterList(b)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
         pairs = iter(zip(self.lora_a, self.lora_b, strict=True))
         added: list[Tensor] = []
         for is_adapted in self.adapted:
             if is_adapted:
                 a, b = next(pairs)
-                added.append(F.linear(F.linear(x, a), b))
+                added.append(F.linear(F.linear(input, a), b))
             else:
-                added.append(x.new_zeros(len(x), self.rows))
+                added.append(input.new_zeros(len(input), self.rows))
         joined = added[0] if len(added) == 1 else torch.cat(added, -1)
-        return super().forward(x) + joined * self.scale
+        return super().forward(input) + joined * self.scale
 
 
 def adapt(model: Model, family: Family, options: LoraOptions, seed: int) -> int:

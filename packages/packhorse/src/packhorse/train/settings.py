@@ -89,9 +89,9 @@ class TrainSettings:
         (), MODEL, "Ends of the names of adapted layers (query, value …); default all linear ones."
     )
 
-    task: Literal["pretrain", "classify", "similarity", "contrastive", "distill", "answer"] = (
-        setting("pretrain", TASK, "What to learn.")
-    )
+    task: Literal[
+        "pretrain", "classify", "tag", "similarity", "contrastive", "distill", "answer"
+    ] = setting("pretrain", TASK, "What to learn.")
     train: str = setting(
         "",
         TASK,

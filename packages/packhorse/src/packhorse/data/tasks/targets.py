@@ -43,12 +43,20 @@ from torch import Tensor
 from packhorse.data.order import by_tokens, permuted
 from packhorse.data.tasks.labeled import LabeledTexts
 from packhorse.data.tasks.squad import Gold, SquadQuestion
+from packhorse.data.tasks.tagged import UNLABELED, TaggedTexts, token_targets
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed, TokenSequence
 from packhorse.tokens.tokenizer import Encoding, Tokenizer
 
 Problem = Literal[
-    "single_label", "multi_label", "regression", "similarity", "contrastive", "distill", "span"
+    "single_label",
+    "multi_label",
+    "regression",
+    "similarity",
+    "contrastive",
+    "distill",
+    "tokens",
+    "span",
 ]
 
 NO_END = 1 << 60  # end of a stream of unlimited epochs
@@ -209,6 +217,18 @@ def _encode_apart(
             encodings = [replace(encoding, prompt_length=length) for encoding in encodings]
         columns.append(encodings)
     return list(zip(*columns, strict=True))
+
+
+def tagging_task(
+    tagged: TaggedTexts, tokenizer: Tokenizer, max_length: int | None = None
+) -> TrainingTask:
+    """Sentences with a label for the first token of each word; words that are cut have none."""
+    encodings = tokenizer.encode(tagged.texts, max_length)
+    learned = [
+        tuple(token_targets(words, tags, encoding).tolist())
+        for words, tags, encoding in zip(tagged.words, tagged.tags, encodings, strict=True)
+    ]
+    return _task([(encoding,) for encoding in encodings], learned, "tokens", tagged.labels)
 
 
 def _task(
@@ -527,6 +547,13 @@ def _no_targets(targets: list[Any], task: TrainingTask, packed: Packed) -> Tenso
     return torch.empty(len(targets), 0)
 
 
+def _token_labels(targets: list[Any], task: TrainingTask, packed: Packed) -> Tensor:
+    pieces = [torch.tensor(labels, dtype=torch.int64) for labels in targets]
+    if not pieces:
+        return torch.full((len(packed.ids),), UNLABELED)
+    return packed.join(pieces, fill=UNLABELED)
+
+
 def _taught(targets: list[Any], task: TrainingTask, packed: Packed) -> Tensor:
     return torch.from_numpy(np.array(targets, np.float32))
 
@@ -538,5 +565,6 @@ COLLATE: dict[str, Callable[[list[Any], TrainingTask, Packed], Tensor]] = {
     "similarity": _scores,  # float32 [N], of sequences 2i and 2i + 1
     "contrastive": _no_targets,  # [N, 0]: the first two sequences of a group belong together
     "distill": _taught,  # float32 [N, …]: what the teacher says of each group
+    "tokens": _token_labels,  # int64 [T]: of the first token of each word, else -100
     "span": _span_ends,  # int64 [N, 2]: first and last token, as indices of the flat batch
 }

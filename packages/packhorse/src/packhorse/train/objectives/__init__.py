@@ -32,6 +32,7 @@ from packhorse.train.objectives.embedding import Embedding
 from packhorse.train.objectives.pretrain import Pretrain
 from packhorse.train.objectives.span import SpanEnds
 from packhorse.train.objectives.stats import BatchStats, Gather, single_process
+from packhorse.train.objectives.tag import Tag
 
 
 class Objective(Protocol):
@@ -68,6 +69,7 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "similarity": partial(Embedding, "cosine"),
     "contrastive": partial(Embedding, "ranking"),
     "distill": partial(Embedding, "margin"),
+    "tokens": Tag,
     "span": SpanEnds,
 }
 
@@ -79,4 +81,5 @@ __all__ = [
     "Objective",
     "Pretrain",
     "SpanEnds",
+    "Tag",
 ]
