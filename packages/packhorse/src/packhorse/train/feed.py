@@ -31,6 +31,7 @@ from packhorse.data.order import permuted
 from packhorse.data.packed import loader, shards
 from packhorse.data.packed.masking import Recipe
 from packhorse.data.tasks import targets
+from packhorse.data.tasks.choices import read_choices
 from packhorse.data.tasks.labeled import LabeledTexts, TableLayout, read_labeled
 from packhorse.data.tasks.pairs import TextGroup, is_scored, read_groups
 from packhorse.data.tasks.squad import read_squad
@@ -38,6 +39,7 @@ from packhorse.data.tasks.tagged import read_tagged
 from packhorse.data.tasks.targets import (
     Prompts,
     TrainingTask,
+    choice_task,
     contrastive_task,
     distillation_task,
     labeled_task,
@@ -48,7 +50,7 @@ from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 from packhorse.runtime.teaching import Teacher, open_teacher
 from packhorse.tokens import Tokenizer
-from packhorse.train.objectives import OBJECTIVES, Embedding, Objective, SpanEnds, Tag
+from packhorse.train.objectives import OBJECTIVES, Choose, Embedding, Objective, SpanEnds, Tag
 from packhorse.train.objectives.span import squad_evaluation
 from packhorse.train.preparing import LabelSet
 from packhorse.train.settings import LOSSES, TrainSettings
@@ -390,6 +392,7 @@ def read_task(settings: TrainSettings, model: Checkpoint) -> TaskData:
         )
     readers = {
         "answer": _read_questions,
+        "choose": _read_choices,
         "tag": _read_tagged,
         "contrastive": _read_groups,
         "distill": _read_groups,
@@ -462,6 +465,19 @@ def _read_tagged(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenize
         eval_task = tagging_task(held_out, tokenizer, max_length)
     labels = LabelSet(tagged.labels)
     return TaskData(train, eval_task, Tag(tagged.labels), labels, notes=_truncation_notes(train))
+
+
+def _read_choices(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenizer) -> TaskData:
+    def read(source: str) -> TrainingTask:
+        return choice_task(
+            read_choices(source, settings.text), tokenizer, settings.max_length or None
+        )
+
+    train = read(settings.train)
+    eval_task = read(settings.eval) if settings.eval else None
+    # One output, as transformers' class for it has; its configuration names no labels.
+    labels = LabelSet(("choice",), "regression")
+    return TaskData(train, eval_task, Choose(), labels, notes=_truncation_notes(train))
 
 
 def _embedding(settings: TrainSettings) -> Embedding:

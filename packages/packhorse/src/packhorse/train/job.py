@@ -63,6 +63,7 @@ MEASURES = {
     "contrastive": RETRIEVAL,
     "distill": RETRIEVAL,
     "tokens": ("f1", "accuracy", "precision", "recall", "loss"),
+    "choice": ("accuracy", "loss"),
     "span": ("f1", "exact_match"),
 }
 

@@ -90,7 +90,7 @@ class TrainSettings:
     )
 
     task: Literal[
-        "pretrain", "classify", "tag", "similarity", "contrastive", "distill", "answer"
+        "pretrain", "classify", "tag", "choose", "similarity", "contrastive", "distill", "answer"
     ] = setting("pretrain", TASK, "What to learn.")
     train: str = setting(
         "",
@@ -293,7 +293,7 @@ class TrainSettings:
                 f"agreement is {self.agreement}, but two passes without dropout are the same; "
                 "set dropout"
             )
-        is_grouped = self.task in ("contrastive", "distill")
+        is_grouped = self.task in ("contrastive", "distill", "choose")
         if len(self.text) > 2 and not is_grouped:
             raise InputError(f"text is {self.text!r}; name one column, or two for a pair")
         losses = LOSSES.get(self.task, ())

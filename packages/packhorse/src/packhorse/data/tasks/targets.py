@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from packhorse.data.order import by_tokens, permuted
+from packhorse.data.tasks.choices import ChoiceTexts
 from packhorse.data.tasks.labeled import LabeledTexts
 from packhorse.data.tasks.squad import Gold, SquadQuestion
 from packhorse.data.tasks.tagged import UNLABELED, TaggedTexts, token_targets
@@ -56,6 +57,7 @@ Problem = Literal[
     "contrastive",
     "distill",
     "tokens",
+    "choice",
     "span",
 ]
 
@@ -229,6 +231,16 @@ def tagging_task(
         for words, tags, encoding in zip(tagged.words, tagged.tags, encodings, strict=True)
     ]
     return _task([(encoding,) for encoding in encodings], learned, "tokens", tagged.labels)
+
+
+def choice_task(
+    choices: ChoiceTexts, tokenizer: Tokenizer, max_length: int | None = None
+) -> TrainingTask:
+    """Questions, each with a sequence for every choice."""
+    size = len(choices.pairs[0])
+    flat = tokenizer.encode([pair for pairs in choices.pairs for pair in pairs], max_length)
+    groups = [tuple(flat[i : i + size]) for i in range(0, len(flat), size)]
+    return _task(groups, choices.right, "choice", ())
 
 
 def _task(
@@ -566,5 +578,6 @@ COLLATE: dict[str, Callable[[list[Any], TrainingTask, Packed], Tensor]] = {
     "contrastive": _no_targets,  # [N, 0]: the first two sequences of a group belong together
     "distill": _taught,  # float32 [N, …]: what the teacher says of each group
     "tokens": _token_labels,  # int64 [T]: of the first token of each word, else -100
+    "choice": _label_numbers,  # int64 [N]: the number of the right one
     "span": _span_ends,  # int64 [N, 2]: first and last token, as indices of the flat batch
 }

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from packhorse.train.objectives.choose import Choose
 from packhorse.train.objectives.classify import Classify
 from packhorse.train.objectives.embedding import Embedding
 from packhorse.train.objectives.pretrain import Pretrain
@@ -70,12 +71,14 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "contrastive": partial(Embedding, "ranking"),
     "distill": partial(Embedding, "margin"),
     "tokens": Tag,
+    "choice": Choose,
     "span": SpanEnds,
 }
 
 __all__ = [
     "OBJECTIVES",
     "BatchStats",
+    "Choose",
     "Classify",
     "Embedding",
     "Objective",
