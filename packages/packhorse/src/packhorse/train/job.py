@@ -236,6 +236,7 @@ def assemble(settings: TrainSettings, rank: int = 0, world: int = 1) -> Training
     start = inputs.start
     if start and start.slots:
         load_slots(optimizer, model.named_parameters(), start.slots, start.step or 0)
+    model.bert.recompute = settings.recompute
     not_float8 = float8.use(model.bert) if place.float8 else []
     if compiled:
         executable.allow_every_bucket()
@@ -274,7 +275,7 @@ def lora_options(settings: TrainSettings) -> lora.LoraOptions:
 def recorder_for(settings: TrainSettings, place: Placement, compiled: bool) -> StepRecorder | None:
     """A recorder for fine-tuning, if it is compiled, on one GPU."""
     is_alone = place.device.type == "cuda" and place.world == 1
-    is_recorded = is_alone and compiled and settings.task != "pretrain"
+    is_recorded = is_alone and compiled and settings.task != "pretrain" and not settings.recompute
     return StepRecorder(place.device) if is_recorded else None
 
 

@@ -257,6 +257,12 @@ class TrainSettings:
     compile: Literal["auto", "on", "off"] = setting(
         "auto", RUN, "Compile the layers; auto: on CUDA."
     )
+    recompute: bool = setting(
+        False,
+        RUN,
+        "Gradient checkpointing: keep only the layers' inputs, and run layers again in the "
+        "backward pass; less memory, a third more time.",
+    )
     log_every: int = setting(10, RUN, "Steps between reads of the device's figures.", minimum=1)
     save_every: int = setting(500, RUN, "Steps between checkpoints; 0: only at the end.")
     keep: int = setting(2, RUN, "Checkpoints to keep, beside the best.", minimum=1)
