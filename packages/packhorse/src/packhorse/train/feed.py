@@ -287,6 +287,9 @@ def masking(settings: TrainSettings, dataset: shards.Dataset) -> Recipe | None:
         changes["max_predictions"] = settings.max_predictions
     if settings.whole_words is not None:
         changes["whole_words"] = settings.whole_words
+    if settings.span_length:
+        changes["span_length"] = settings.span_length
+        changes.setdefault("whole_words", False)
     return replace(manifest.masking, **changes)
 
 

@@ -148,6 +148,9 @@ class TrainSettings:
         0, TASK, "Maximum masked tokens per sequence; default the data's."
     )
     whole_words: bool | None = setting(None, TASK, "Mask whole words; default the data's choice.")
+    span_length: float = setting(
+        0.0, TASK, "Mask spans of so many words on average (SpanBERT: 3.8), in place of words."
+    )
     loss: Literal[
         "auto",
         "ranking",
