@@ -58,7 +58,7 @@ SETTINGS = "settings.toml"
 MODEL = "model"  # the folder of the result
 SPEEDS = ("sequences_per_second", "tokens_per_second", "fill", "mfu")
 # Settings that change no figure, so they may differ between two starts without a note.
-LOCAL_SETTINGS = ("out", "device", "log_every", "save_every", "keep", "tensorboard")
+LOCAL_SETTINGS = ("out", "device", "log_every", "save_every", "keep", "tensorboard", "push")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 StopSignal = Callable[[], int]  # the signal that asked to stop, or 0

@@ -247,6 +247,9 @@ class TrainSettings:
     )
 
     out: str = setting("", RUN, "Folder of the run: checkpoints, logs, model.")
+    push: str = setting(
+        "", RUN, "Push the resulting model to this repository of the hub, org/name (HF_TOKEN)."
+    )
     seed: int = setting(
         42, RUN, "Seed of new weights, order, masks and dropout.", maximum=2**63 - 1
     )
