@@ -105,13 +105,16 @@ def mine(
         if options.sampling == "random" and len(usable) > options.negatives:
             usable = np.sort(random.choice(usable, options.negatives, replace=False))
         chosen = usable[: options.negatives]
+        found: list[int] = order[chosen].tolist()
+        truths: list[float] = truth.tolist()
+        judged_scores: list[float] = scores[chosen].tolist()
         progress("choosing negatives", row + 1, len(anchors))
         yield MinedGroup(
             anchor,
             tuple(positives[anchor]),
-            tuple(candidates[i] for i in order[chosen].tolist()),
-            tuple(map(float, truth)),
-            tuple(map(float, scores[chosen])),
+            tuple(candidates[i] for i in found),
+            tuple(truths),
+            tuple(judged_scores),
         )
 
 

@@ -90,13 +90,15 @@ def _table_rows(
 
     for row in read_rows(source, choose, name=name):
         words_in, tags_in = _columns(list(row.cells), columns, row.place)
-        words, tags = row.cells[words_in], row.cells[tags_in]
+        words: Any = row.cells[words_in]
+        tags: Any = row.cells[tags_in]
         if isinstance(words, str) and isinstance(tags, str):  # in a csv: blanks between
             words, tags = words.split(), tags.split()
         for column, cell in ((words_in, words), (tags_in, tags)):
             if not isinstance(cell, list | tuple) and not hasattr(cell, "tolist"):
                 raise InputError(f"{row.place}: column {column!r} is no list: {cell!r:.40}")
-        yield row.place, list(words), [t.item() if hasattr(t, "item") else t for t in tags]
+        numbers: list[Any] = tags.tolist() if hasattr(tags, "tolist") else list(tags)
+        yield row.place, list(words), numbers
 
 
 def _columns(available: Sequence[str], named: Sequence[str], place: str) -> tuple[str, str]:
