@@ -56,7 +56,6 @@ from packhorse.train.preparing import LabelSet
 from packhorse.train.settings import LOSSES, TrainSettings
 
 EVAL_SEED = 12345  # of the masks in every evaluation, whatever the run's seed
-UNDIVIDED_TOKENS = 1 << 15  # of a step of embeddings that runs as one part, unless set otherwise
 USUAL_LENGTH = 128  # at least one slot per this many tokens; empty slots cost attention time
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # in a model's folder, as MTEB looks for them
 SHOWN_NUMBERS = 32  # of rows or examples in a message
@@ -193,9 +192,6 @@ def examples(
     max_parts = max(1, settings.batch // world)
     parts = min(max_parts, math.ceil(settings.batch * computed / world / micro_tokens))
     examples_at_once = max(1, int(micro_tokens / computed)) * world
-    if settings.is_embedding and not settings.micro_tokens:
-        # A step of several parts may have to run twice (`step`), so it is divided late.
-        parts = min(max_parts, math.ceil(settings.batch * computed / world / UNDIVIDED_TOKENS))
     if settings.task in ("contrastive", "distill"):
         # `accuracy` is among the texts of a batch, so its size is that of a step.
         examples_at_once = settings.batch

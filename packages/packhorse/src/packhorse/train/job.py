@@ -31,7 +31,7 @@ from packhorse.optim import SCHEDULES, load_slots, packing_rule
 from packhorse.train import cost, feed, lora
 from packhorse.train.checkpoints import BestMetric
 from packhorse.train.feed import TrainingFeed
-from packhorse.train.objectives import Objective, Pretrain
+from packhorse.train.objectives import Embedding, Objective, Pretrain
 from packhorse.train.preparing import (
     LabelSet,
     StartingModel,
@@ -45,6 +45,7 @@ from packhorse.train.recording import StepRecorder
 from packhorse.train.settings import TrainSettings
 
 ALIASES = {"minilm": "all-MiniLM-L6-v2"}
+UNDIVIDED_TOKENS = 1 << 15  # of texts that are compared, in one part on a CPU, unless set
 RETRIEVAL = ("ndcg@10", "mrr@10", "recall@1", "recall@10", "accuracy", "loss")
 # The measures of an evaluation per problem; the first decides which model is best.
 MEASURES = {
@@ -431,6 +432,9 @@ def _fine_tuning(settings: TrainSettings, place: Placement) -> RunInputs:
     checkpoint = start.checkpoint
     data = feed.read_task(settings, checkpoint)
     fitting = cost.micro_tokens(checkpoint.config, place.device, place.half) // settings.passes
+    if place.device.type == "cpu" and isinstance(data.objective, Embedding):
+        # Parts of what is compared run twice (`step`), which costs more than a cache gains.
+        fitting = max(fitting, UNDIVIDED_TOKENS) if data.objective.across else fitting
     micro_tokens = settings.micro_tokens or fitting
     training_feed = feed.examples(
         data.train, data.eval, settings, micro_tokens, place.rank, place.world
