@@ -114,7 +114,8 @@ class SettingField:
         if self.choices:
             return f"it can be {', '.join(map(repr, self.choices))}"
         if self.item_type is not None:
-            return f"it must be a list of {'numbers' if self.item_type is float else 'strings'}"
+            kinds = {float: "numbers", int: "whole numbers"}
+            return f"it must be a list of {kinds.get(self.item_type, 'strings')}"
         return f"it must be {TYPE_NAMES[self.type]}{self._bounds()}"
 
     def _bounds(self) -> str:

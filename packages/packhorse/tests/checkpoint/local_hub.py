@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -30,6 +31,9 @@ class Hub:
                 owner.answer(self)
 
             do_HEAD = do_GET
+
+            def do_POST(self) -> None:
+                owner.receive(self)
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -70,6 +74,34 @@ class Hub:
         headers["ETag"] = f'"{hashlib.sha1(content).hexdigest()}"'
         return self.send(request, 200, headers, content)
 
+    def receive(self, request: BaseHTTPRequestHandler) -> None:
+        """A new repository, and a commit with the files themselves in it (none by LFS)."""
+        path = urlsplit(request.path).path.strip("/")
+        body = request.rfile.read(int(request.headers.get("content-length", 0)))
+        self.asked.append((path, request.headers.get("authorization", "")))
+        if request.headers.get("authorization") != "Bearer secret":
+            return self.send(request, 401, {}, b'{"error": "no token"}')
+        if path == "api/repos/create":
+            asked = json.loads(body)
+            name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
+            self.repositories = (*self.repositories, name)
+            return self.send(request, 200, {}, json.dumps({"url": f"{self.url}/{name}"}).encode())
+        if "/preupload/" in path:
+            modes = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for f in json.loads(body)["files"]
+            ]
+            return self.send(request, 200, {}, json.dumps({"files": modes}).encode())
+        if "/commit/" in path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            name = "/".join(path.split("/")[2:4])
+            address = f"{self.url}/{name}/commit/{'a' * 40}"
+            made = {"commitOid": "a" * 40, "commitUrl": address}
+            return self.send(request, 200, {}, json.dumps(made).encode())
+        return self.send(request, 200, {}, b'{"errors": [], "warnings": []}')  # validate-yaml
+
     def close(self) -> None:
         self.server.shutdown()
         self.server.server_close()
@@ -87,5 +119,5 @@ class Hub:
         request.send_header("Content-Length", str(len(body)))
         request.send_header("Content-Type", "application/json")
         request.end_headers()
-        if request.command == "GET":
+        if request.command != "HEAD":
             request.wfile.write(body)

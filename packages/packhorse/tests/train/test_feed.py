@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -223,3 +224,19 @@ def test_an_estimate_matches_its_settings(settings: Make, tmp_path: Path) -> Non
     assert "trial" in estimate(settings(steps=450), tmp_path, world=2).rate
     with pytest.raises(InputError, match="0 processes"):
         estimate(settings(), tmp_path, world=0)
+
+
+def test_spans_in_place_of_words(settings: Callable[..., Any], tmp_path: Path) -> None:
+    """A run masks spans of data that was built without them, and goes on to the bit."""
+    from packhorse.train.loop import train
+
+    spans = settings(steps=4, span_length=3.0)
+    recipe = feed.masking(spans, feed.open_dataset(spans.train, "train"))
+    assert recipe is not None and recipe.span_length == 3.0
+    train(assemble(spans), tmp_path / "whole")
+    train(assemble(settings(steps=4)), tmp_path / "tokens")
+    calls = iter((0, 0, signal.SIGTERM))
+    train(assemble(spans), tmp_path / "cut", stop_signal=lambda: next(calls))
+    train(assemble(spans), tmp_path / "cut")
+    logs = [(tmp_path / run / "log.jsonl").read_bytes() for run in ("whole", "cut", "tokens")]
+    assert logs[0] == logs[1] != logs[2]

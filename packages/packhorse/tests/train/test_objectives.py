@@ -30,10 +30,9 @@ from packhorse.tokens import Tokenizer
 from packhorse.train.objectives import (
     OBJECTIVES,
     Classify,
-    Contrastive,
+    Embedding,
     Objective,
     Pretrain,
-    Similarity,
     SpanEnds,
 )
 from packhorse.train.objectives.span import squad_evaluation
@@ -122,7 +121,7 @@ def make_batch(objective: Objective, chosen: Sequence[Sample], packed: Packed) -
     elif isinstance(objective, Classify) and objective.problem == "single_label":
         expected = torch.tensor([sample.label for sample in chosen])
     else:
-        paired = isinstance(objective, Similarity | Contrastive)
+        paired = isinstance(objective, Embedding)
         expected = torch.tensor([sample.score for sample in chosen][:: 2 if paired else 1])
     numbers = tuple(range(len(expected)))
     return targets.TaskBatch(packed, expected, numbers, len(expected), tokens, {})
@@ -206,8 +205,8 @@ CASES: dict[str, tuple[Objective, Callable[[Alone], Tensor]]] = {
     "single label": (Classify("single_label"), one_label),
     "multi label": (Classify("multi_label"), many_labels),
     "regression": (Classify("regression"), squared),
-    "similarity": (Similarity(), likeness),
-    "contrastive": (Contrastive(0.3), contrast),
+    "similarity": (Embedding("cosine"), likeness),
+    "contrastive": (Embedding("ranking", 0.3), contrast),
 }
 
 
@@ -600,8 +599,8 @@ def test_the_table_knows_every_problem() -> None:
     [
         (lambda: Pretrain(average="pack"), "average is 'pack'; .* by 'token' or 'sequence'"),  # type: ignore
         (lambda: Classify("ranking"), "problem is 'ranking'; it can be single_label"),  # type: ignore
-        (lambda: Contrastive(0.0), "above 0"),
-        (lambda: Contrastive(float("nan")), "above 0"),
+        (lambda: Embedding(temperature=0.0), "above 0"),
+        (lambda: Embedding(temperature=float("nan")), "above 0"),
     ],
 )
 def test_options_out_of_range(make: Callable[[], Any], message: str) -> None:

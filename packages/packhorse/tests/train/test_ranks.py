@@ -125,6 +125,45 @@ def test_more_ranks(ask: Ask, tmp_path: Path, world: int, optimizer: str) -> Non
     assert len({tuple(report["weights"]) for report in reports[1]}) == 1, "ranks have grown apart"
 
 
+def test_texts_of_all_ranks_are_negatives_of_each_other(
+    ask: Ask, tiny: Path, tmp_path: Path
+) -> None:
+    """A step of pairs is the same in one process, in parts, and on two ranks."""
+    rows = [f"{word} horse{' cart' * (i % 5)}\t{word} mule" for i, word in enumerate(WORDS)]
+    (tmp_path / "pairs.tsv").write_text("\n".join(["anchor\tpositive", *rows]) + "\n")
+    table = str(tmp_path / "pairs.tsv")
+    of = {"task": "contrastive", "train": table, "eval": table, "model": str(tiny), "batch": 5}
+    sizes = {"layers": 0, "hidden_size": 0, "heads": 0, "optimizer": "adamw", "dropout": 0.0}
+    of = {**of, **sizes, "steps": 4}
+    for world, name, more in ((1, "1", {}), (2, "2", {}), (2, "parts", {"micro_tokens": 16})):
+        assert ask(world, name, {**of, **more}, dtype="float64")["codes"] == [0] * world
+    for name in ("2", "parts"):
+        assert furthest(tmp_path / "1", tmp_path / name) < 1e-9
+    ends = [log(tmp_path / name)[-1]["evaluation"] for name in ("1", "2")]
+    assert ends[0] == pytest.approx(ends[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", [{}, {"lora_rank": 2}], ids=["weights", "adapter"])
+def test_a_killed_step_of_pairs_goes_on_to_the_bit(
+    ask: Ask, tiny: Path, tmp_path: Path, kind: dict[str, Any]
+) -> None:
+    """Killed between the two passes over its parts, with dropout; the same command goes on."""
+    rows = [f"{word} horse{' cart' * (i % 5)}\t{word} mule" for i, word in enumerate(WORDS)]
+    (tmp_path / "pairs.tsv").write_text("\n".join(["anchor\tpositive", *rows]) + "\n")
+    of = {"task": "contrastive", "train": str(tmp_path / "pairs.tsv"), "model": str(tiny)}
+    of |= {"layers": 0, "hidden_size": 0, "heads": 0, "optimizer": "adamw", "batch": 5, **kind}
+    of |= {"steps": 5, "micro_tokens": 16, "save_every": 2, "dropout": 0.2}
+    assert ask(2, "whole", of)["codes"] == [0, 0]
+    strike = {"rank": 1, "at": "forward", "number": 15, "how": "kill"}
+    assert KILLED in ask(2, "cut", of, strike=strike)["codes"]
+    assert checkpoints.newest(tmp_path / "cut") is not None
+    assert not (tmp_path / "cut" / "model").exists()
+    assert ask(2, "cut", of)["codes"] == [0, 0]
+    name = "model/adapter_model.safetensors" if kind else "model/model.safetensors"
+    for file in (name, "log.jsonl"):
+        assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
 def test_a_task_is_learned_and_measured_together(ask: Ask, tiny: Path, tmp_path: Path) -> None:
     rows = [f"{word} horse{' cart' * (i % 5)}\t{i % 2}" for i, word in enumerate(WORDS)]
     (tmp_path / "table.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")

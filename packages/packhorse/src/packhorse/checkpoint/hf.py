@@ -204,7 +204,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
     contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, path, metadata={"format": "pt"})
-    shutil.copymode(path.with_name(CONFIG), path)  # the library makes it readable by its owner only
+    # The library makes it readable by its owner only; the configuration beside it is as it should.
+    shutil.copymode(next(path.parent.glob("*.json")), path)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -106,6 +106,34 @@ def resolve(model: str | Path, **download: Any) -> Path:
     return folder
 
 
+def push(folder: Path, repository: str) -> str:
+    """Upload a folder to the repository org/name, which is made if it is new; its address."""
+    from huggingface_hub import HfApi, constants
+
+    hub = constants.ENDPOINT
+    try:
+        api = HfApi()
+        api.create_repo(repository, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message="Trained with Packhorse"
+        )
+    except Exception as error:  # any failure of network or rights becomes one line for the user
+        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+        raise InputError(
+            f"{folder} is written, but could not be pushed to {repository} at {hub}: {reason}; "
+            f"set HF_TOKEN if it is missing, and try `hf upload {repository} {folder}`, or the "
+            "same command again"
+        ) from error
+    return f"{hub}/{repository}"
+
+
+def check_repository(repository: str) -> None:
+    """Raise for a name that is no org/name, before anything long begins."""
+    parts = HUB_ID.fullmatch(repository)
+    if parts is None or parts["revision"] or "/" not in repository:
+        raise InputError(f"push is {repository!r}; name a repository of the hub: org/name")
+
+
 def _lacks_weights(module: Path) -> bool:
     """Is this a module of sentence-transformers whose weights exist only as torch's .bin?"""
     weighted = module.name.endswith(WEIGHTED) and (module / "config.json").is_file()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from packhorse.checkpoint import files, hf, names, quantized, sentence
+from packhorse.checkpoint import adapters, files, hf, names, quantized, sentence
 from packhorse.checkpoint.loading import Checkpoint
 from packhorse.checkpoint.names.tf1 import to_tensorflow
 from packhorse.checkpoint.tensorflow import tf1
@@ -25,6 +25,7 @@ from packhorse.errors import InputError
 from packhorse.model.heads import Embed
 from packhorse.tokens.files import gguf_settings, is_cased, open_library, wordpiece_vocabulary
 
+ADAPTER = "adapter_model.safetensors"
 PREFIX = "bert_model.ckpt"  # the name of Google's own checkpoints
 
 
@@ -79,6 +80,40 @@ def write(
         _write_tokenizer(draft, checkpoint)
         _write_layout(draft, checkpoint)
     return Path(folder)
+
+
+def write_adapter(
+    folder: str | Path,
+    checkpoint: Checkpoint,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Write a LoRA adapter in PEFT's layout, with the tokenizer and the layout of its model.
+
+    sentence-transformers opens the folder as a model; the base is where `config` says.
+    """
+    with files.new_folder(Path(folder), overwrite=overwrite) as draft:
+        files.write_json(draft, adapters.CONFIG, dict(config))
+        hf.write_tensors(draft / ADAPTER, tensors)
+        _write_tokenizer(draft, checkpoint)
+        _name_tokenizer(draft)
+        _write_layout(draft, checkpoint)
+    return Path(folder)
+
+
+def _name_tokenizer(draft: Path) -> None:
+    """Name the tokenizer's class, which transformers otherwise takes from config.json.
+
+    An adapter has none: with one beside it, transformers looks for the model's weights there.
+    """
+    name = "tokenizer_config.json"
+    settings = files.read_object(draft, name, optional=True)
+    if "tokenizer_class" not in settings:
+        is_wordpiece = (draft / "vocab.txt").is_file()
+        kind = "BertTokenizer" if is_wordpiece else "PreTrainedTokenizerFast"
+        files.write_json(draft, name, {**settings, "tokenizer_class": kind})
 
 
 Writer = Callable[[Path, Checkpoint, dict[str, Any], dict[str, Tensor], int], None]

@@ -780,3 +780,114 @@ def _statistics_document(statistics: "Statistics") -> dict[str, Any]:
         ],
         "strategy_count": statistics.strategy_count,
     }
+
+
+@app.command
+def mine(
+    pairs: Annotated[
+        Path, Parameter(help="Table of anchors and positives: jsonl, csv, tsv, parquet, a Dataset.")
+    ],
+    out: Annotated[Path, Parameter(help="The jsonl file to write.")],
+    /,
+    *,
+    model: Annotated[str, Parameter(help="The model that searches: a folder or a hub id.")],
+    corpus: Annotated[
+        Path | None, Parameter(help="More texts that may become negatives, beside all positives.")
+    ] = None,
+    column: Annotated[
+        list[str] | None,
+        Parameter(help="Columns of anchor and positive; default by their names, or the first two."),
+    ] = None,
+    negatives: Annotated[int, Parameter(help="Negatives for each anchor, at most.")] = 5,
+    depth: Annotated[int, Parameter(help="Nearest candidates to look at.")] = 100,
+    skip: Annotated[int, Parameter(help="Leave out so many of the nearest.")] = 0,
+    margin: Annotated[
+        float | None,
+        Parameter(help="A negative scores at least this much below the anchor's positives."),
+    ] = None,
+    relative_margin: Annotated[
+        float | None, Parameter(help="The same, as a share of the positive's score: 0.05.")
+    ] = None,
+    max_score: Annotated[float | None, Parameter(help="The highest score of a negative.")] = None,
+    min_score: Annotated[float | None, Parameter(help="The lowest score of a negative.")] = None,
+    sampling: Annotated[
+        Literal["top", "random"], Parameter(help="The best that remain, or any of them.")
+    ] = "top",
+    seed: Annotated[int, Parameter(help="Seed of random sampling.")] = 42,
+    reranker: Annotated[
+        str | None,
+        Parameter(help="A reranker whose scores decide and are written, for `task = distill`."),
+    ] = None,
+    layout: Annotated[
+        Literal["lists", "columns"],
+        Parameter(
+            help="lists: query, pos and neg with their scores (FlagEmbedding's); columns: anchor, "
+            "positive, negative_1 … (sentence-transformers')."
+        ),
+    ] = "lists",
+    device: Annotated[str | None, Parameter(help="cpu, cuda …; default the accelerator.")] = None,
+    overwrite: Annotated[bool, flag(help="Replace an existing file.")] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Find hard negatives for pairs of texts, to train an embedding model on.
+
+    For each anchor the nearest texts that are not its positives, searched exactly
+    among all positives and a corpus. What is too near may be an answer that nobody
+    marked: --margin, --relative-margin, --max-score and --skip leave it out. An
+    anchor without negatives is left out and counted; with --layout columns one
+    with too few is, too.
+
+    Try:
+      packhorse data mine pairs.jsonl mined.jsonl --model minilm --relative-margin 0.05
+      packhorse data mine pairs.csv mined.jsonl --model ./model --corpus texts.txt
+      packhorse data mine pairs.csv mined.jsonl --model ./model --reranker ./reranker
+    """
+    from json import dumps
+
+    from packhorse.atomic import new_file
+    from packhorse.data.tables import read_texts
+    from packhorse.data.tasks.pairs import read_groups
+    from packhorse.runtime.loading import load
+    from packhorse.runtime.mining import MiningOptions, mine
+    from packhorse.runtime.teaching import open_teacher
+    from packhorse.train.job import ALIASES
+
+    options = MiningOptions(
+        negatives, depth, skip, margin, relative_margin, max_score, min_score, sampling, seed
+    )
+    if out.exists() and not overwrite:
+        raise InputError(f"{out} exists; pass --overwrite to replace it")
+    if column is not None and len(column) != 2:
+        raise InputError(f"--column is {' '.join(column)}; name the anchor's and the positive's")
+    positives: dict[str, list[str]] = {}
+    for group in read_groups(pairs, column or ()):
+        anchor, positive, *_ = group.texts
+        if positive not in positives.setdefault(anchor, []):
+            positives[anchor].append(positive)
+    texts = [str(record.text) for record in read_texts(corpus)] if corpus else []
+    encoder = load(ALIASES.get(model, model), device=device)
+    teacher = open_teacher(reranker, device) if reranker else None
+    written = left_out = found = 0
+    with stage_progress("mine") as report, new_file(out) as file:
+        groups = mine(encoder, positives, texts, options, teacher, report)
+        for group in groups:
+            size = len(group.negatives)
+            if not size or (layout == "columns" and size < negatives):
+                left_out += 1
+                continue
+            rows = [group.row()]
+            if layout == "columns":
+                named = {f"negative_{i}": text for i, text in enumerate(group.negatives, 1)}
+                rows = [{"anchor": group.anchor, "positive": p, **named} for p in group.positives]
+            for row in rows:
+                file.write(dumps(row, ensure_ascii=False).encode() + b"\n")
+            written += len(rows)
+            found += size
+        if not written:
+            raise InputError(
+                f"no anchor of {pairs} has enough negatives; lower the margins, or add texts with "
+                "--corpus"
+            )
+    counts = {"anchors": len(positives), "rows": written, "left_out": left_out, "negatives": found}
+    table(f"{out}: mined with {encoder.name}", ["", "count"], [list(x) for x in counts.items()])
+    emit({"out": str(out), **counts}, json)

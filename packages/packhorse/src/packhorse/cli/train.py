@@ -91,6 +91,10 @@ def train(
         return show_recipes(json)
     resolved = resolve(config, os.environ, passed(flags))
     settings = resolved.settings
+    if settings.push:
+        from packhorse.checkpoint.hub import check_repository
+
+        check_repository(settings.push)
     for message in resolved.notes:
         note(message)
     if print_config:
@@ -235,6 +239,11 @@ def _run(settings: TrainSettings, out: Path, resume: str, timeout: float, json: 
             if outcome.model and Path(settings.train) == out / CORPUS:
                 _write_card(settings, out, outcome)
             _show_outcome(outcome, out)
+            if settings.push and outcome.model:
+                from packhorse.checkpoint.hub import push
+
+                note(f"pushing {outcome.model} to {settings.push}")
+                note(f"pushed: {push(outcome.model, settings.push)}")
             document = {"out": str(out), **asdict(outcome), "settings": asdict(settings)}
             document["model"] = outcome.model and str(outcome.model)
             emit(document, json)

@@ -65,6 +65,7 @@ class Bert(nn.Module):
         self.distances = RelativePositionBias(buckets, config.heads) if buckets else None
         self.relative = DistanceTable(config) if config.disentangled else None
         self.folded = False  # layers have the vectors of distances projected
+        self.recompute = False  # layers run again in the backward pass, to save their memory
         activation = ACTIVATIONS[config.conv_activation]
         self.convolution = Convolution(config, activation) if config.conv_width else None
         self.order = config.layer_order or tuple(range(config.layers))
@@ -81,7 +82,9 @@ class Bert(nn.Module):
         plans = self._plans(packed)
         stored = layers or self.layers
         for step, (number, local) in enumerate(zip(self.order, self.local, strict=True)):
-            y = stored[number](x, plans[local])
+            layer = stored[number]
+            is_recomputed = self.recompute and self.training and torch.is_grad_enabled()
+            y = (_recomputed if is_recomputed else _computed)(layer, x, plans[local])
             mixed = self.convolution if step == 0 else None
             x = y if mixed is None else mixed(x, y, packed)
         return self.norm(x)
@@ -124,6 +127,21 @@ class Bert(nn.Module):
             if isinstance(module, DisentangledSelfAttention):
                 module.fold(table)
         self.folded = True
+
+
+def _computed(layer: Layer, x: Tensor, plan: AttentionPlan) -> Tensor:
+    return layer(x, plan)
+
+
+def _recomputed(layer: Layer, x: Tensor, plan: AttentionPlan) -> Tensor:
+    """The layer's result, of which the backward pass computes the inside again (Chen et al. 2016).
+
+    With the same random numbers, so dropout is the same.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    result: Any = checkpoint(layer, x, plan, use_reentrant=False)
+    return result
 
 
 def _norm(config: BertConfig, width: int = 0) -> nn.LayerNorm | RMSNorm:

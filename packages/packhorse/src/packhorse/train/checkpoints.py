@@ -53,7 +53,7 @@ from packhorse.checkpoint import Checkpoint, files, hf
 from packhorse.checkpoint.safetensors import read_tensors
 from packhorse.errors import CheckpointError, InputError
 from packhorse.model.model import Model
-from packhorse.train import optimizer_state
+from packhorse.train import lora, optimizer_state
 from packhorse.wire import crc32c
 
 OPTIMIZER = "optimizer.safetensors"
@@ -129,7 +129,7 @@ def save(
     states = {f"{rank}.{kind}": t for rank, kinds in enumerate(rng) for kind, t in kinds.items()}
     target = checkpoint_path(run, progress.step)
     with _write_errors(target), draft(run, progress.step) as folder:
-        checkpoint.write(folder, model)
+        (lora.write if lora.is_adapted(model.model) else checkpoint.write)(folder, model)
         hf.write_tensors(folder / OPTIMIZER, tensors)
         hf.write_tensors(folder / RNG, states)
         write_state(folder, progress, description, len(rng))
@@ -220,6 +220,8 @@ def _prune(run: Path, keep: int, best: BestMetric | None) -> None:
 
 def _weights(path: Path, model: Model) -> dict[str, Tensor]:
     """The model's tensors from the folder, checked for their shapes."""
+    if lora.is_adapted(model):
+        return lora.read(path, model)
     stored = checkpoint.load(path, dtype=None, allow_nonfinite=True).model.state_dict()
     expected = model.state_dict()
     wrong = [

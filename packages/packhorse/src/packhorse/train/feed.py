@@ -30,21 +30,34 @@ from packhorse.checkpoint import Checkpoint
 from packhorse.data.order import permuted
 from packhorse.data.packed import loader, shards
 from packhorse.data.packed.masking import Recipe
-from packhorse.data.tables import read_texts
 from packhorse.data.tasks import targets
+from packhorse.data.tasks.choices import read_choices
 from packhorse.data.tasks.labeled import LabeledTexts, TableLayout, read_labeled
+from packhorse.data.tasks.pairs import TextGroup, is_scored, read_groups
 from packhorse.data.tasks.squad import read_squad
-from packhorse.data.tasks.targets import TrainingTask, contrastive_task, labeled_task, span_task
+from packhorse.data.tasks.tagged import read_tagged
+from packhorse.data.tasks.targets import (
+    Prompts,
+    TrainingTask,
+    choice_task,
+    contrastive_task,
+    distillation_task,
+    labeled_task,
+    span_task,
+    tagging_task,
+)
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
+from packhorse.runtime.teaching import Teacher, open_teacher
 from packhorse.tokens import Tokenizer
-from packhorse.train.objectives import OBJECTIVES, Objective, SpanEnds
+from packhorse.train.objectives import OBJECTIVES, Choose, Embedding, Objective, SpanEnds, Tag
 from packhorse.train.objectives.span import squad_evaluation
 from packhorse.train.preparing import LabelSet
-from packhorse.train.settings import TrainSettings
+from packhorse.train.settings import LOSSES, TrainSettings
 
 EVAL_SEED = 12345  # of the masks in every evaluation, whatever the run's seed
 USUAL_LENGTH = 128  # at least one slot per this many tokens; empty slots cost attention time
+DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # in a model's folder, as MTEB looks for them
 SHOWN_NUMBERS = 32  # of rows or examples in a message
 
 Cursor = Mapping[str, Any]
@@ -179,11 +192,9 @@ def examples(
     max_parts = max(1, settings.batch // world)
     parts = min(max_parts, math.ceil(settings.batch * computed / world / micro_tokens))
     examples_at_once = max(1, int(micro_tokens / computed)) * world
-    if task.problem == "contrastive":
-        # A pair's negatives are the rest of its batch, so its size is part of the recipe.
+    if settings.task in ("contrastive", "distill"):
+        # `accuracy` is among the texts of a batch, so its size is that of a step.
         examples_at_once = settings.batch
-        if not settings.micro_tokens:
-            parts = 1
     options: dict[str, Any] = {
         "rank": rank,
         "world": world,
@@ -272,6 +283,9 @@ def masking(settings: TrainSettings, dataset: shards.Dataset) -> Recipe | None:
         changes["max_predictions"] = settings.max_predictions
     if settings.whole_words is not None:
         changes["whole_words"] = settings.whole_words
+    if settings.span_length:
+        changes["span_length"] = settings.span_length
+        changes.setdefault("whole_words", False)
     return replace(manifest.masking, **changes)
 
 
@@ -363,32 +377,32 @@ class TaskData:
     eval: TrainingTask | None
     objective: Objective
     labels: LabelSet = LabelSet()  # noqa: RUF009 (frozen)
+    prompts: Mapping[str, str] | None = None  # for the model to keep; None: as it is
     notes: tuple[str, ...] = ()
 
 
 def read_task(settings: TrainSettings, model: Checkpoint) -> TaskData:
     """The examples that the settings name, tokenized for the model."""
     # Embedding models are trained up to a maximum length; other tasks may use all positions.
-    is_embedding = settings.task in ("similarity", "contrastive")
-    max_length = model.max_length if is_embedding else model.config.max_positions
+    max_length = model.max_length if settings.is_embedding else model.config.max_positions
     if settings.max_length > max_length:
         raise InputError(
             f"max_length is {settings.max_length}; {model.name} takes {max_length} tokens"
         )
-    reader = {"answer": _read_questions, "contrastive": _read_pairs}.get(
-        settings.task, _read_labelled
-    )
+    readers = {
+        "answer": _read_questions,
+        "choose": _read_choices,
+        "tag": _read_tagged,
+        "contrastive": _read_groups,
+        "distill": _read_groups,
+    }
+    reader = readers.get(settings.task, _read_labelled)
     return reader(settings, model, checkpoint.tokenizer(model))
 
 
 def _read_labelled(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenizer) -> TaskData:
     is_similarity = settings.task == "similarity"
-    layout = TableLayout(
-        text=settings.text,
-        label=settings.label,
-        separator=settings.separator,
-        scale=(settings.scale[0], settings.scale[1]) if settings.scale else None,
-    )
+    layout = _layout(settings)
     problem: Any = None if settings.problem == "auto" else settings.problem
     read = partial(read_labeled, layout=layout, problem="regression" if is_similarity else problem)
     table = _read_with_model_labels(read, settings.train, model) or read(settings.train)
@@ -408,9 +422,18 @@ def _read_labelled(settings: TrainSettings, model: Checkpoint, tokenizer: Tokeni
     return TaskData(
         train,
         eval_task,
-        objective() if is_similarity else objective(agreement=settings.agreement),
+        _embedding(settings) if is_similarity else objective(agreement=settings.agreement),
         LabelSet() if is_similarity else LabelSet(table.labels, table.problem),
-        _truncation_notes(train),
+        notes=_truncation_notes(train),
+    )
+
+
+def _layout(settings: TrainSettings) -> TableLayout:
+    return TableLayout(
+        text=settings.text,
+        label=settings.label,
+        separator=settings.separator,
+        scale=(settings.scale[0], settings.scale[1]) if settings.scale else None,
     )
 
 
@@ -426,13 +449,119 @@ def _read_with_model_labels(
         return None  # other labels, so a new head; any other error shows when it is read again
 
 
-def _read_pairs(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenizer) -> TaskData:
-    def read(source: str) -> TrainingTask:
-        rows = read_texts(source, settings.text or None)
-        return contrastive_task([row.text for row in rows], tokenizer, settings.max_length or None)
+def _read_tagged(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenizer) -> TaskData:
+    max_length = settings.max_length or None
+    columns = (*settings.text, *settings.label)
+    kept = model.labels if "tokens" in model.model.heads else ()
+    try:  # a tagger that is trained further keeps its labels, if they are the same
+        tagged = read_tagged(settings.train, columns, kept)
+    except InputError:
+        tagged = read_tagged(settings.train, columns)
+    train = tagging_task(tagged, tokenizer, max_length)
+    eval_task = None
+    if settings.eval:
+        held_out = read_tagged(settings.eval, columns, tagged.labels)
+        eval_task = tagging_task(held_out, tokenizer, max_length)
+    labels = LabelSet(tagged.labels)
+    return TaskData(train, eval_task, Tag(tagged.labels), labels, notes=_truncation_notes(train))
 
-    objective = OBJECTIVES["contrastive"](settings.temperature)
-    return TaskData(read(settings.train), read(settings.eval) if settings.eval else None, objective)
+
+def _read_choices(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenizer) -> TaskData:
+    def read(source: str) -> TrainingTask:
+        return choice_task(
+            read_choices(source, settings.text), tokenizer, settings.max_length or None
+        )
+
+    train = read(settings.train)
+    eval_task = read(settings.eval) if settings.eval else None
+    # One output, as transformers' class for it has; its configuration names no labels.
+    labels = LabelSet(("choice",), "regression")
+    return TaskData(train, eval_task, Choose(), labels, notes=_truncation_notes(train))
+
+
+def _embedding(settings: TrainSettings) -> Embedding:
+    """The loss that is set, or the task's first."""
+    kind: Any = LOSSES[settings.task][0] if settings.loss == "auto" else settings.loss
+    return Embedding(
+        kind, settings.temperature, settings.margin, settings.distance, settings.widths
+    )
+
+
+def _read_groups(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenizer) -> TaskData:
+    objective = _embedding(settings)
+    prompts = _prompts(settings, model)
+    max_length = settings.max_length or None
+    is_taught = settings.task == "distill"
+    groups = read_groups(
+        settings.train,
+        settings.text,
+        settings.negatives,
+        scored=is_taught and not settings.teacher,
+    )
+    if is_taught:
+        teacher = open_teacher(settings.teacher, settings.device) if settings.teacher else None
+        train = _taught(groups, objective, teacher, tokenizer, max_length, prompts)
+    else:
+        train = contrastive_task([g.texts for g in groups], tokenizer, max_length, prompts)
+    kept = {"query": prompts.query, "document": prompts.document}
+    return TaskData(
+        train,
+        _held_out_groups(settings, tokenizer, prompts) if settings.eval else None,
+        objective,
+        prompts={**model.prompts, **kept} if any(kept.values()) else None,
+        notes=(*_truncation_notes(train), *_repeated_notes(groups)),
+    )
+
+
+def _taught(
+    groups: Sequence[TextGroup],
+    objective: Embedding,
+    teacher: Teacher | None,
+    tokenizer: Tokenizer,
+    max_length: int | None,
+    prompts: Prompts,
+) -> TrainingTask:
+    """Groups with what a teacher says of them, now or in the data."""
+    texts = [group.texts for group in groups]
+    if teacher is None:
+        if objective.kind == "vectors":
+            raise InputError("loss is 'vectors', which a teacher makes: set teacher to a model")
+        learned: Sequence[Any] = [group.scores for group in groups]
+        return distillation_task(texts, learned, tokenizer, max_length, prompts)
+    learned = teacher.vectors(texts) if objective.kind == "vectors" else teacher.scores(texts)
+    name = f"{objective.kind} of {teacher.fingerprint}"
+    return distillation_task(texts, learned, tokenizer, max_length, prompts, name)
+
+
+def _held_out_groups(
+    settings: TrainSettings, tokenizer: Tokenizer, prompts: Prompts
+) -> TrainingTask:
+    """What embeddings are evaluated on: groups to search in, or pairs with scores (STS)."""
+    max_length = settings.max_length or None
+    if is_scored(settings.eval):
+        layout = replace(_layout(settings), text=())
+        table = read_labeled(settings.eval, layout, problem="regression")
+        return labeled_task(table, tokenizer, max_length, apart=True)
+    groups = read_groups(settings.eval, settings.text, settings.negatives)
+    return contrastive_task([g.texts for g in groups], tokenizer, max_length, prompts)
+
+
+def _prompts(settings: TrainSettings, model: Checkpoint) -> Prompts:
+    """The prompts that are set, else the model's own for queries and for documents."""
+    own = model.prompts
+    document = next((own[name] for name in DOCUMENT_PROMPTS if name in own), "")
+    return Prompts(
+        settings.query_prompt or own.get("query", ""),
+        settings.document_prompt or document,
+        model.layout is None or model.layout.include_prompt,
+    )
+
+
+def _repeated_notes(groups: Sequence[TextGroup]) -> tuple[str, ...]:
+    repeated = sum(len(set(group.texts[2:])) < len(group.texts[2:]) for group in groups)
+    if not repeated:
+        return ()
+    return (f"{repeated:,} of {len(groups):,} groups have a negative twice, for lack of others",)
 
 
 def _read_questions(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenizer) -> TaskData:

@@ -11,8 +11,8 @@ learns the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,17 @@ from torch.optim import Optimizer
 
 from packhorse import attention, executable
 from packhorse import device as devices
-from packhorse.checkpoint import Checkpoint
+from packhorse.checkpoint import Checkpoint, adapters
+from packhorse.checkpoint.names.families import family_of
 from packhorse.errors import InputError, KernelError
 from packhorse.model import float8
 from packhorse.model.config import BertConfig
 from packhorse.model.model import Model
 from packhorse.optim import SCHEDULES, load_slots, packing_rule
-from packhorse.train import cost, feed
+from packhorse.train import cost, feed, lora
 from packhorse.train.checkpoints import BestMetric
 from packhorse.train.feed import TrainingFeed
-from packhorse.train.objectives import Objective, Pretrain
+from packhorse.train.objectives import Embedding, Objective, Pretrain
 from packhorse.train.preparing import (
     LabelSet,
     StartingModel,
@@ -44,6 +45,8 @@ from packhorse.train.recording import StepRecorder
 from packhorse.train.settings import TrainSettings
 
 ALIASES = {"minilm": "all-MiniLM-L6-v2"}
+UNDIVIDED_TOKENS = 1 << 15  # of texts that are compared, in one part on a CPU, unless set
+RETRIEVAL = ("ndcg@10", "mrr@10", "recall@1", "recall@10", "accuracy", "loss")
 # The measures of an evaluation per problem; the first decides which model is best.
 MEASURES = {
     "pretrain": (
@@ -58,7 +61,10 @@ MEASURES = {
     "multi_label": ("f1", "accuracy", "loss"),
     "regression": ("pearson", "spearman", "loss"),
     "similarity": ("spearman", "pearson", "loss"),
-    "contrastive": ("accuracy", "loss"),
+    "contrastive": RETRIEVAL,
+    "distill": RETRIEVAL,
+    "tokens": ("f1", "accuracy", "precision", "recall", "loss"),
+    "choice": ("accuracy", "loss"),
     "span": ("f1", "exact_match"),
 }
 
@@ -151,6 +157,7 @@ class RunInputs:
     start: StartingModel | None = None
     labels: LabelSet | None = None
     vocabulary: Path | None = None
+    prompts: Mapping[str, str] | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -217,12 +224,20 @@ def assemble(settings: TrainSettings, rank: int = 0, world: int = 1) -> Training
         inputs.labels,
         inputs.vocabulary,
     )
+    if inputs.prompts is not None:
+        checkpoint = replace(checkpoint, prompts=dict(inputs.prompts))
     model = checkpoint.model
+    if settings.lora_rank:
+        adapted = lora.adapt(
+            model, family_of(checkpoint.raw), lora_options(settings), settings.seed
+        )
+        inputs = replace(inputs, notes=(*inputs.notes, f"{adapted} layers have a LoRA adapter"))
     model.train().to(place.device)
     optimizer = optimizer_for(settings, model, place.half)
     start = inputs.start
     if start and start.slots:
         load_slots(optimizer, model.named_parameters(), start.slots, start.step or 0)
+    model.bert.recompute = settings.recompute
     not_float8 = float8.use(model.bert) if place.float8 else []
     if compiled:
         executable.allow_every_bucket()
@@ -245,10 +260,23 @@ def assemble(settings: TrainSettings, rank: int = 0, world: int = 1) -> Training
     )
 
 
+def lora_options(settings: TrainSettings) -> lora.LoraOptions:
+    """The adapter that is set; its base is named so that it is found from any folder."""
+    path = Path(settings.model).expanduser()
+    if (path / adapters.CONFIG).is_file():
+        raise InputError(f"{path} is an adapter; start a new one from its base model")
+    return lora.LoraOptions(
+        settings.lora_rank,
+        settings.lora_alpha or 2 * settings.lora_rank,
+        settings.lora_modules,
+        str(path.resolve()) if path.exists() else _model_name(settings),
+    )
+
+
 def recorder_for(settings: TrainSettings, place: Placement, compiled: bool) -> StepRecorder | None:
     """A recorder for fine-tuning, if it is compiled, on one GPU."""
     is_alone = place.device.type == "cuda" and place.world == 1
-    is_recorded = is_alone and compiled and settings.task != "pretrain"
+    is_recorded = is_alone and compiled and settings.task != "pretrain" and not settings.recompute
     return StepRecorder(place.device) if is_recorded else None
 
 
@@ -404,6 +432,9 @@ def _fine_tuning(settings: TrainSettings, place: Placement) -> RunInputs:
     checkpoint = start.checkpoint
     data = feed.read_task(settings, checkpoint)
     fitting = cost.micro_tokens(checkpoint.config, place.device, place.half) // settings.passes
+    if place.device.type == "cpu" and isinstance(data.objective, Embedding):
+        # Parts of what is compared run twice (`step`), which costs more than a cache gains.
+        fitting = max(fitting, UNDIVIDED_TOKENS) if data.objective.across else fitting
     micro_tokens = settings.micro_tokens or fitting
     training_feed = feed.examples(
         data.train, data.eval, settings, micro_tokens, place.rank, place.world
@@ -413,12 +444,13 @@ def _fine_tuning(settings: TrainSettings, place: Placement) -> RunInputs:
         place=place,
         source=checkpoint,
         objective=data.objective,
-        problem=data.train.problem,
+        problem=(data.eval or data.train).problem,
         feed=training_feed,
         schedule=StepSchedule(settings, training_feed.batch, training_feed.epoch),
         micro_tokens=micro_tokens,
         start=start,
         labels=data.labels,
+        prompts=data.prompts,
         notes=data.notes,
     )
 

@@ -36,8 +36,9 @@ import torch
 
 from packhorse import checkpoint
 from packhorse.atomic import new_file
+from packhorse.checkpoint.safetensors import read_tensors
 from packhorse.errors import InputError, PackhorseError
-from packhorse.train import checkpoints, cost, feed, journal, optimizer_state
+from packhorse.train import checkpoints, cost, feed, journal, lora, optimizer_state
 from packhorse.train.checkpoints import RunProgress, TrainingCheckpoint
 from packhorse.train.job import TrainingJob
 from packhorse.train.journal import (
@@ -57,7 +58,7 @@ SETTINGS = "settings.toml"
 MODEL = "model"  # the folder of the result
 SPEEDS = ("sequences_per_second", "tokens_per_second", "fill", "mfu")
 # Settings that change no figure, so they may differ between two starts without a note.
-LOCAL_SETTINGS = ("out", "device", "log_every", "save_every", "keep", "tensorboard")
+LOCAL_SETTINGS = ("out", "device", "log_every", "save_every", "keep", "tensorboard", "push")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 StopSignal = Callable[[], int]  # the signal that asked to stop, or 0
@@ -436,11 +437,23 @@ class _TrainingRun:
         return Path(ranks.on_rank_0(lambda: str(self._write_model())))
 
     def _write_model(self) -> Path:
-        result = in_fp32(self.job.checkpoint, self.job.optimizer)
         folder = self.out / MODEL
+        if lora.is_adapted(self.job.model):
+            return self._write_adapter(folder)
+        result = in_fp32(self.job.checkpoint, self.job.optimizer)
         if _holds(folder, result):
             return folder
         return checkpoint.write(folder, result, overwrite=True)
+
+    def _write_adapter(self, folder: Path) -> Path:
+        """Write the adapter from its master weights, unless it is there."""
+        masters, _ = optimizer_state.dismantle(self.job.optimizer, self.job.model)
+        result = lora.tensors(self.job.model, masters)
+        if (folder / lora.WEIGHTS).is_file():
+            stored = read_tensors(folder, lora.WEIGHTS)
+            if stored.keys() == result.keys() and all(stored[n].equal(result[n]) for n in result):
+                return folder
+        return lora.write(folder, self.job.checkpoint, masters, overwrite=True)
 
 
 def _holds(folder: Path, result: checkpoint.Checkpoint) -> bool:

@@ -34,6 +34,7 @@ from packhorse.checkpoint import Checkpoint, names, sources
 from packhorse.checkpoint.building import build
 from packhorse.checkpoint.names import tf1
 from packhorse.checkpoint.names.families import family_of
+from packhorse.checkpoint.sentence import SentenceLayout
 from packhorse.errors import CheckpointError, InputError
 from packhorse.model.config import BertConfig
 from packhorse.model.model import Model
@@ -161,7 +162,7 @@ def prepare(
     raw = dict(loaded.raw) if loaded else {}
     if unknown := [head for head in trained_heads if head not in family_of(raw).heads]:
         raise InputError(f"{raw.get('model_type')} models have no {unknown[0]!r} head to train")
-    layout = loaded.layout if loaded and is_embedding else None
+    layout = _sentence_layout(loaded) if loaded and is_embedding else None
     untrained_heads: list[str] = []
     if loaded and is_embedding and "pooled" in loaded.model.heads:
         untrained_heads.append("pooled")
@@ -187,6 +188,12 @@ def prepare(
         max_length=config.max_positions if layout is None else prepared.max_length,
     )
     return prepared, new_parameters
+
+
+def _sentence_layout(loaded: Checkpoint) -> SentenceLayout:
+    """The layout of an embedding model; one that has none averages its tokens."""
+    folder = loaded.vocabulary or Path()
+    return loaded.layout or SentenceLayout(folder, folder, pooling=("mean",))
 
 
 def _check_sizes(settings: TrainSettings, config: BertConfig, name: str) -> None:
@@ -282,7 +289,8 @@ def optimizer_for(settings: TrainSettings, model: nn.Module, half: bool) -> LAMB
     In bf16 the optimizer keeps fp32 master weights, and gradients are accumulated in fp32.
     """
     is_lamb = settings.optimizer == "lamb"
-    groups = parameter_groups(model, settings.weight_decay, unstack=is_lamb and settings.split_qkv)
+    is_split = is_lamb and settings.split_qkv and not settings.lora_rank
+    groups = parameter_groups(model, settings.weight_decay, unstack=is_split)
     for group in groups:
         group["adapt"] = group["adapt"] and is_lamb
     parameters = [parameter for group in groups for parameter in group["params"]]

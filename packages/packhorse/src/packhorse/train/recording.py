@@ -71,6 +71,8 @@ class StepRecorder:
         """Run a step, the update included, and return what `compute` returns."""
         if self.refused or len(parts) > 1 or len(parts[0].packed.ids) > MAX_TOKENS:
             return compute(parts, totals)
+        if parts[0].packed.prompt_lengths is not None:  # would be held by value
+            return compute(parts, totals)
         key = _key(parts[0], optimizer)
         # Popped and inserted again: the dict is then ordered by the last occurrence.
         occurrences = self.seen.pop(key, 0) + 1

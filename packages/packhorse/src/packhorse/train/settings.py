@@ -33,6 +33,12 @@ OPTIMIZER = "Optimizer"
 RUN = "Run"
 SUBMISSION = "Submission"
 
+# Losses by task; the first is that of "auto".
+LOSSES = {
+    "similarity": ("cosine", "cosent", "angle"),
+    "contrastive": ("ranking", "symmetric", "triplet"),
+    "distill": ("margin", "kl", "vectors"),
+}
 SMALLEST = 1e-30  # for numbers that must be above 0
 
 
@@ -73,9 +79,19 @@ class TrainSettings:
         0.0, MODEL, "Dropout of attention probabilities; not every kernel supports it.", below=1
     )
 
-    task: Literal["pretrain", "classify", "similarity", "contrastive", "answer"] = setting(
-        "pretrain", TASK, "What to learn."
+    lora_rank: int = setting(
+        0, MODEL, "Train a LoRA adapter of this rank in place of the weights; for embeddings."
     )
+    lora_alpha: float = setting(
+        0.0, MODEL, "Scale of the adapter times its rank; default twice the rank."
+    )
+    lora_modules: tuple[str, ...] = setting(
+        (), MODEL, "Ends of the names of adapted layers (query, value …); default all linear ones."
+    )
+
+    task: Literal[
+        "pretrain", "classify", "tag", "choose", "similarity", "contrastive", "distill", "answer"
+    ] = setting("pretrain", TASK, "What to learn.")
     train: str = setting(
         "",
         TASK,
@@ -94,7 +110,9 @@ class TrainSettings:
     eval: str = setting(
         "", TASK, "Evaluation data, in the same form; default the eval folder beside train."
     )
-    text: tuple[str, ...] = setting((), TASK, "Column of the text; two columns for a pair.")
+    text: tuple[str, ...] = setting(
+        (), TASK, "Column of the text; two for a pair; anchor, positive and negatives of a group."
+    )
     label: tuple[str, ...] = setting(
         (), TASK, "Column of the label; several columns hold 0 or 1 per label."
     )
@@ -130,8 +148,47 @@ class TrainSettings:
         0, TASK, "Maximum masked tokens per sequence; default the data's."
     )
     whole_words: bool | None = setting(None, TASK, "Mask whole words; default the data's choice.")
+    span_length: float = setting(
+        0.0, TASK, "Mask spans of so many words on average (SpanBERT: 3.8), in place of words."
+    )
+    loss: Literal[
+        "auto",
+        "ranking",
+        "symmetric",
+        "triplet",
+        "cosine",
+        "cosent",
+        "angle",
+        "margin",
+        "kl",
+        "vectors",
+    ] = setting(
+        "auto",
+        TASK,
+        "Loss of embeddings: ranking, symmetric or triplet (contrastive); cosine, cosent or angle "
+        "(similarity); margin, kl or vectors (distill); auto: the first.",
+    )
     temperature: float = setting(
-        0.05, TASK, "Temperature of contrastive learning.", minimum=SMALLEST
+        0.05, TASK, "Temperature of ranking, symmetric, cosent, angle and kl.", minimum=SMALLEST
+    )
+    margin: float = setting(5.0, TASK, "triplet: how much nearer the positive shall be.")
+    distance: Literal["euclidean", "cosine"] = setting(
+        "euclidean", TASK, "triplet: the distance that is compared."
+    )
+    negatives: int = setting(
+        0, TASK, "Hard negatives of each row; default as many as every row has."
+    )
+    widths: tuple[int, ...] = setting(
+        (), TASK, "Matryoshka: widths that vectors may be cut to, their own included."
+    )
+    query_prompt: str = setting(
+        "", TASK, "Prompt before anchors, kept with the model; default its own for queries."
+    )
+    document_prompt: str = setting(
+        "", TASK, "Prompt before positives and negatives; default the model's own for documents."
+    )
+    teacher: str = setting(
+        "", TASK, "distill: a model that scores pairs or makes vectors; default scores in the data."
     )
     agreement: float = setting(
         0.0,
@@ -190,6 +247,9 @@ class TrainSettings:
     )
 
     out: str = setting("", RUN, "Folder of the run: checkpoints, logs, model.")
+    push: str = setting(
+        "", RUN, "Push the resulting model to this repository of the hub, org/name (HF_TOKEN)."
+    )
     seed: int = setting(
         42, RUN, "Seed of new weights, order, masks and dropout.", maximum=2**63 - 1
     )
@@ -202,6 +262,12 @@ class TrainSettings:
     kernel: str = setting("auto", RUN, "Attention kernel.")
     compile: Literal["auto", "on", "off"] = setting(
         "auto", RUN, "Compile the layers; auto: on CUDA."
+    )
+    recompute: bool = setting(
+        False,
+        RUN,
+        "Gradient checkpointing: keep only the layers' inputs, and run layers again in the "
+        "backward pass; less memory, a third more time.",
     )
     log_every: int = setting(10, RUN, "Steps between reads of the device's figures.", minimum=1)
     save_every: int = setting(500, RUN, "Steps between checkpoints; 0: only at the end.")
@@ -239,8 +305,28 @@ class TrainSettings:
                 f"agreement is {self.agreement}, but two passes without dropout are the same; "
                 "set dropout"
             )
-        if len(self.text) > 2:
+        is_grouped = self.task in ("contrastive", "distill", "choose")
+        if len(self.text) > 2 and not is_grouped:
             raise InputError(f"text is {self.text!r}; name one column, or two for a pair")
+        losses = LOSSES.get(self.task, ())
+        if self.loss != "auto" and self.loss not in losses:
+            known = f"has {', '.join(losses)}" if losses else "has none to choose"
+            raise InputError(f"loss is {self.loss!r}; the task {self.task} {known}")
+        if self.teacher and self.task != "distill":
+            raise InputError(f"teacher is {self.teacher!r}; it is for the task distill")
+        if self.lora_rank and not losses:
+            raise InputError(
+                f"lora_rank is {self.lora_rank}; adapters are for embeddings, not {self.task}"
+            )
+        if self.widths and not losses:
+            raise InputError(f"widths are {self.widths}; they are for embeddings, not {self.task}")
+        if any(width < 1 for width in self.widths):
+            raise InputError(f"widths are {self.widths}; they are counts from 1")
+
+    @property
+    def is_embedding(self) -> bool:
+        """Is it vectors of texts that are learned?"""
+        return self.task in LOSSES
 
     @property
     def passes(self) -> int:

@@ -5,6 +5,10 @@ special token; 80 % of them become [MASK], 10 % a random token of the vocabulary
 whole words, words are drawn (a piece and the ## pieces after it) as long as they fit into the rest
 of that budget, so it may not be used up; each token of a word is then replaced on its own.
 
+With spans (Joshi et al., "SpanBERT", 2020), a sequence is first cut at random into spans, which end
+at each word with the same probability, so that their lengths are geometric, and after ten tokens or
+the whole budget at the latest; then spans are drawn as words are.
+
 All sequences are drawn at once, yet each from random numbers of its own, so that its masks do not
 depend on its neighbors. Shuffling each sequence would mean sorting all tokens. Instead tokens are
 drawn with replacement, and drawn again where they hit a special token or one drawn before. The
@@ -34,6 +38,8 @@ CHANGED = 0.1  # share that becomes a random token
 CONTINUES = "##"
 REPLACING = 0  # stream of random numbers
 CHOOSING = 1  # first of the streams for choosing, which takes one per round
+SPANNING = 1 << 32  # stream for cutting into spans
+LONGEST_SPAN = 10  # tokens, as in SpanBERT
 SHORTEST = 5  # three special tokens, and one token in each segment
 
 
@@ -62,6 +68,7 @@ class Recipe:
     static_masks: bool = False  # stored with the examples; else drawn anew in each epoch
     seed: int = 12345
     next_sentence: bool = True
+    span_length: float = 0.0  # mean words of a span; 0: no spans. Not stored with the data
 
     def __post_init__(self) -> None:
         if self.max_length < SHORTEST:
@@ -78,6 +85,12 @@ class Recipe:
             raise InputError(f"duplicates is {self.duplicates}; it must be 1 or more")
         if self.seed < 0:
             raise InputError(f"seed is {self.seed}; it must be 0 or more")
+        if self.span_length and not 1 <= self.span_length <= LONGEST_SPAN:
+            raise InputError(
+                f"span_length is {self.span_length}; it must be 1 to {LONGEST_SPAN}, or 0 for none"
+            )
+        if self.span_length and self.whole_words:
+            raise InputError("span_length and whole_words are two ways to mask; set one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +145,8 @@ def draw_by_keys(
     budget = np.minimum(budgets(bounds, recipe), _maskable(fixed, bounds))
     if recipe.whole_words:
         chosen = _choose_words(ids, fixed, bounds, budget, specials, keys)
+    elif recipe.span_length:
+        chosen = _choose_spans(ids, fixed, bounds, budget, specials, recipe.span_length, keys)
     else:
         chosen = _choose_tokens(fixed, bounds, budget, keys)
     indices = np.flatnonzero(chosen)
@@ -229,16 +244,55 @@ def _choose_words(
     if specials.continues is None:
         raise InputError("whole_words needs a vocabulary with ## pieces; this one has none")
     # A word begins at the start of a sequence, after a special token, or with no ## piece.
-    forced = np.ones(len(ids) + 1, bool)
+    begins = _after_special(fixed, bounds) | ~specials.continues[ids]
+    return _choose_units(begins, fixed, bounds, budget, keys)
+
+
+def _choose_spans(
+    ids: np.ndarray,
+    fixed: np.ndarray,
+    bounds: np.ndarray,
+    budget: np.ndarray,
+    specials: Specials,
+    mean: float,
+    keys: np.ndarray,
+) -> np.ndarray:
+    """[T] the tokens of random spans, as many spans as fit into the budget."""
+    lengths = np.diff(bounds)
+    ends = _bits(keys, lengths, SPANNING) < np.uint64(min(2**64 - 1, int(2.0**64 / mean)))
+    if specials.continues is not None:
+        ends &= ~specials.continues[ids]  # between words
+    begins = _after_special(fixed, bounds) | ends
+    index = np.arange(len(ids))
+    within = index - np.maximum.accumulate(np.where(begins, index, 0))
+    longest = np.repeat(np.minimum(LONGEST_SPAN, np.maximum(budget, 1)), lengths)
+    begins |= within % longest == 0
+    return _choose_units(begins, fixed, bounds, budget, keys)
+
+
+def _after_special(fixed: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """[T] is it the first token of a sequence, or after a special token?"""
+    forced = np.ones(len(fixed) + 1, bool)
     forced[1:] = fixed
     forced[bounds] = True
-    heads = np.flatnonzero((forced[:-1] | ~specials.continues[ids]) & ~fixed)
+    return forced[:-1]
+
+
+def _choose_units(
+    begins: np.ndarray,
+    fixed: np.ndarray,
+    bounds: np.ndarray,
+    budget: np.ndarray,
+    keys: np.ndarray,
+) -> np.ndarray:
+    """[T] the tokens of random units, words or spans, by where units begin."""
+    heads = np.flatnonzero(begins & ~fixed)
     if not len(heads):
-        return np.zeros(len(ids), bool)
+        return np.zeros(len(fixed), bool)
     sizes = np.add.reduceat(~fixed, heads, dtype=np.int64)
     chosen = _fill_budget(sizes, np.searchsorted(heads, bounds), budget, keys)
     # Between two heads, every token that is not special belongs to the first.
-    spans = np.diff(heads, prepend=0, append=len(ids))
+    spans = np.diff(heads, prepend=0, append=len(fixed))
     return np.repeat(np.concatenate([[False], chosen]), spans) & ~fixed
 
 

@@ -34,7 +34,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -42,13 +41,25 @@ import torch
 from torch import Tensor
 
 from packhorse.data.order import by_tokens, permuted
+from packhorse.data.tasks.choices import ChoiceTexts
 from packhorse.data.tasks.labeled import LabeledTexts
 from packhorse.data.tasks.squad import Gold, SquadQuestion
+from packhorse.data.tasks.tagged import UNLABELED, TaggedTexts, token_targets
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed, TokenSequence
-from packhorse.tokens.tokenizer import Encoding, Text, Tokenizer
+from packhorse.tokens.tokenizer import Encoding, Tokenizer
 
-Problem = Literal["single_label", "multi_label", "regression", "similarity", "contrastive", "span"]
+Problem = Literal[
+    "single_label",
+    "multi_label",
+    "regression",
+    "similarity",
+    "contrastive",
+    "distill",
+    "tokens",
+    "choice",
+    "span",
+]
 
 NO_END = 1 << 60  # end of a stream of unlimited epochs
 HASHED = 4096  # examples hashed at once: few calls, and little memory
@@ -67,10 +78,10 @@ NO_ANSWER = Span(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class TaskExample:
-    """A sequence, or the two of a pair, and their target."""
+    """A sequence, the two of a pair, or those of a group, and their target."""
 
     sequences: tuple[TokenSequence, ...]
-    target: int | float | tuple[int, ...] | Span | None  # by the problem; None: contrastive
+    target: Any  # by the problem, as `COLLATE` takes it; None: contrastive
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,7 @@ class TrainingTask:
     problem: Problem
     labels: tuple[str, ...] = ()
     truncated: int = 0  # examples that lost tokens to the length limit
+    teacher: str = ""  # what the targets were computed by, if they are not the data's own
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -97,7 +109,8 @@ class TrainingTask:
             sequences = [sequence for example in part for sequence in example.sequences]
             lengths = [[len(s.ids) for s in example.sequences] for example in part]
             # With the lengths, tokens cannot move from one sequence to the next unnoticed.
-            digest.update(repr((lengths, [example.target for example in part])).encode())
+            learned = self.teacher or [example.target for example in part]
+            digest.update(repr((lengths, learned)).encode())
             for kind in ("ids", "types"):
                 joined = np.concatenate([np.asarray(getattr(s, kind)) for s in sequences])
                 digest.update(joined.astype("<i4").tobytes())
@@ -148,22 +161,86 @@ def labeled_task(
     return _task(pairs, labeled.targets, "similarity", labeled.labels)
 
 
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What goes before the first text of a group and before the others."""
+
+    query: str = ""
+    document: str = ""
+    pooled: bool = True  # whether vectors are made of the prompt's tokens too
+
+
 def contrastive_task(
-    pairs: Sequence[Text], tokenizer: Tokenizer, max_length: int | None = None
+    groups: Sequence[Sequence[str]],
+    tokenizer: Tokenizer,
+    max_length: int | None = None,
+    prompts: Prompts = Prompts(),  # noqa: B008 (frozen)
 ) -> TrainingTask:
-    """Pairs that belong together; the others in the batch serve as negatives."""
-    encodings = _encode_apart(pairs, tokenizer, max_length)
-    return _task(encodings, [None for _ in pairs], "contrastive", ())
+    """Groups of an anchor, its positive and negatives; others in the batch are negatives too."""
+    encodings = _encode_apart(groups, tokenizer, max_length, prompts)
+    return _task(encodings, [None for _ in groups], "contrastive", ())
+
+
+def distillation_task(
+    groups: Sequence[Sequence[str]],
+    targets: Sequence[Any],
+    tokenizer: Tokenizer,
+    max_length: int | None = None,
+    prompts: Prompts = Prompts(),  # noqa: B008 (frozen)
+    teacher: str = "",
+) -> TrainingTask:
+    """Groups with a teacher's scores [K - 1], margins [K - 2] or vectors [K, E] of each."""
+    encodings = _encode_apart(groups, tokenizer, max_length, prompts)
+    return replace(_task(encodings, targets, "distill", ()), teacher=teacher)
 
 
 def _encode_apart(
-    texts: Sequence[Text], tokenizer: Tokenizer, max_length: int | None
+    texts: Sequence[Sequence[str]],
+    tokenizer: Tokenizer,
+    max_length: int | None,
+    prompts: Prompts = Prompts(),  # noqa: B008 (frozen)
 ) -> list[tuple[Encoding, ...]]:
+    """The texts of each group as sequences of their own."""
+    size = len(texts[0]) if texts else 2
     for number, text in enumerate(texts):
         if isinstance(text, str):
             raise InputError(f"text {number} is not a pair; name two columns")
-    encodings = tokenizer.encode(list(chain.from_iterable(texts)), max_length)
-    return list(zip(encodings[::2], encodings[1::2], strict=True))
+        if len(text) != size:
+            raise InputError(f"group {number} has {len(text)} texts, and the first has {size}")
+    columns: list[list[Encoding]] = []
+    for number, column in enumerate(zip(*texts, strict=True)):
+        prompt = prompts.document if number else prompts.query
+        encodings = tokenizer.encode([prompt + text for text in column], max_length)
+        if prompt and not prompts.pooled:
+            # As sentence-transformers counts them: with the special tokens before the prompt, and
+            # without the one after it.
+            (alone,) = tokenizer.encode([prompt], max_length)
+            length = len(alone) - (1 if alone.special[-1] else 0)
+            encodings = [replace(encoding, prompt_length=length) for encoding in encodings]
+        columns.append(encodings)
+    return list(zip(*columns, strict=True))
+
+
+def tagging_task(
+    tagged: TaggedTexts, tokenizer: Tokenizer, max_length: int | None = None
+) -> TrainingTask:
+    """Sentences with a label for the first token of each word; words that are cut have none."""
+    encodings = tokenizer.encode(tagged.texts, max_length)
+    learned = [
+        tuple(token_targets(words, tags, encoding).tolist())
+        for words, tags, encoding in zip(tagged.words, tagged.tags, encodings, strict=True)
+    ]
+    return _task([(encoding,) for encoding in encodings], learned, "tokens", tagged.labels)
+
+
+def choice_task(
+    choices: ChoiceTexts, tokenizer: Tokenizer, max_length: int | None = None
+) -> TrainingTask:
+    """Questions, each with a sequence for every choice."""
+    size = len(choices.pairs[0])
+    flat = tokenizer.encode([pair for pairs in choices.pairs for pair in pairs], max_length)
+    groups = [tuple(flat[i : i + size]) for i in range(0, len(flat), size)]
+    return _task(groups, choices.right, "choice", ())
 
 
 def _task(
@@ -482,11 +559,25 @@ def _no_targets(targets: list[Any], task: TrainingTask, packed: Packed) -> Tenso
     return torch.empty(len(targets), 0)
 
 
+def _token_labels(targets: list[Any], task: TrainingTask, packed: Packed) -> Tensor:
+    pieces = [torch.tensor(labels, dtype=torch.int64) for labels in targets]
+    if not pieces:
+        return torch.full((len(packed.ids),), UNLABELED)
+    return packed.join(pieces, fill=UNLABELED)
+
+
+def _taught(targets: list[Any], task: TrainingTask, packed: Packed) -> Tensor:
+    return torch.from_numpy(np.array(targets, np.float32))
+
+
 COLLATE: dict[str, Callable[[list[Any], TrainingTask, Packed], Tensor]] = {
     "single_label": _label_numbers,  # int64 [N]: the label's number
     "multi_label": _label_flags,  # float32 [N, C]: 1 for labels that apply
     "regression": _scores,  # float32 [N]
     "similarity": _scores,  # float32 [N], of sequences 2i and 2i + 1
-    "contrastive": _no_targets,  # [N, 0]: sequence 2i belongs to 2i + 1
+    "contrastive": _no_targets,  # [N, 0]: the first two sequences of a group belong together
+    "distill": _taught,  # float32 [N, …]: what the teacher says of each group
+    "tokens": _token_labels,  # int64 [T]: of the first token of each word, else -100
+    "choice": _label_numbers,  # int64 [N]: the number of the right one
     "span": _span_ends,  # int64 [N, 2]: first and last token, as indices of the flat batch
 }

@@ -27,11 +27,13 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from packhorse.train.objectives.choose import Choose
 from packhorse.train.objectives.classify import Classify
+from packhorse.train.objectives.embedding import Embedding
 from packhorse.train.objectives.pretrain import Pretrain
-from packhorse.train.objectives.similarity import Contrastive, Similarity
 from packhorse.train.objectives.span import SpanEnds
 from packhorse.train.objectives.stats import BatchStats, Gather, single_process
+from packhorse.train.objectives.tag import Tag
 
 
 class Objective(Protocol):
@@ -65,18 +67,22 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "single_label": partial(Classify, "single_label"),
     "multi_label": partial(Classify, "multi_label"),
     "regression": partial(Classify, "regression"),
-    "similarity": Similarity,
-    "contrastive": Contrastive,
+    "similarity": partial(Embedding, "cosine"),
+    "contrastive": partial(Embedding, "ranking"),
+    "distill": partial(Embedding, "margin"),
+    "tokens": Tag,
+    "choice": Choose,
     "span": SpanEnds,
 }
 
 __all__ = [
     "OBJECTIVES",
     "BatchStats",
+    "Choose",
     "Classify",
-    "Contrastive",
+    "Embedding",
     "Objective",
     "Pretrain",
-    "Similarity",
     "SpanEnds",
+    "Tag",
 ]
