@@ -141,7 +141,7 @@ def _use_private_cache() -> None:
 
 
 @triton.jit
-def _mix(x: tl.tensor) -> tl.tensor:
+def mix(x: tl.tensor) -> tl.tensor:
     """The finalizer of MurmurHash3: every bit of the input affects every bit of the output."""
     x ^= x >> 16
     x *= 0x85EBCA6B
@@ -158,10 +158,10 @@ def _random(seed_ptr: tl.tensor, head: tl.tensor, queries: tl.tensor, keys: tl.t
     per token and only the last mix is per pair.
     """
     seed = tl.load(seed_ptr)
-    head = _mix(head.to(tl.uint32) + 0x9E3779B9)
-    query_hash = _mix(_mix(seed.to(tl.uint32) ^ head) ^ queries.to(tl.uint32))
-    key_hash = _mix(_mix((seed >> 32).to(tl.uint32) ^ head) ^ keys.to(tl.uint32))
-    return (_mix(query_hash ^ key_hash) >> 1).to(tl.int32)
+    head = mix(head.to(tl.uint32) + 0x9E3779B9)
+    query_hash = mix(mix(seed.to(tl.uint32) ^ head) ^ queries.to(tl.uint32))
+    key_hash = mix(mix((seed >> 32).to(tl.uint32) ^ head) ^ keys.to(tl.uint32))
+    return (mix(query_hash ^ key_hash) >> 1).to(tl.int32)
 
 
 @triton.jit

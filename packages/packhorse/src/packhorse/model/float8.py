@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from packhorse.model import rows
 from packhorse.model.bert import Bert
 
 E4M3 = torch.float8_e4m3fn
@@ -82,22 +83,34 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x, weight, bias)
+        if not x.is_cuda:
+            return product(x, weight, bias)
+        x8, scale, _ = rows.rounded(x, False)
+        return multiply(x8, scale, *quantized(weight), bias, x.dtype)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        return product(gradient, weight.t()), gradient.t() @ x, gradient.sum(0)
+        if not x.is_cuda:
+            return product(gradient, weight.t()), gradient.t() @ x, gradient.sum(0)
+        small, scale, bias_gradient = rows.rounded(gradient, True)
+        x_gradient = multiply(small, scale, *quantized(weight.t()), None, x.dtype)
+        return x_gradient, gradient.t() @ x, bias_gradient.to(x.dtype)
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a·bᵀ (+ bias) in float8: rows of a, [M, K], by rows of b, [N, K]."""
-    a8, a_scale = quantized(a)
-    b8, b_scale = quantized(b)
+    return multiply(*quantized(a), *quantized(b), bias, a.dtype)
+
+
+def multiply(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The same of operands in float8, with scales [M, 1] and [N, 1]."""
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        a8, b8.t(), a_scale, b_scale.t(), bias, out_dtype=a.dtype, use_fast_accum=True
+        a, b.t(), a_scale, b_scale.t(), bias, out_dtype=dtype, use_fast_accum=True
     )
 
 

@@ -23,7 +23,7 @@ from packhorse import attention, executable
 from packhorse import device as devices
 from packhorse.checkpoint import Checkpoint
 from packhorse.errors import InputError, KernelError
-from packhorse.model import float8
+from packhorse.model import float8, fused_layer
 from packhorse.model.config import BertConfig
 from packhorse.model.model import Model
 from packhorse.optim import SCHEDULES, load_slots, packing_rule
@@ -224,6 +224,8 @@ def assemble(settings: TrainSettings, rank: int = 0, world: int = 1) -> Training
     if start and start.slots:
         load_slots(optimizer, model.named_parameters(), start.slots, start.step or 0)
     not_float8 = float8.use(model.bert) if place.float8 else []
+    if fused_layer.serves(place.device, place.dtype):
+        fused_layer.use(model.bert)
     if compiled:
         executable.allow_every_bucket()
         executable.compile(model.bert.layers)
