@@ -40,11 +40,28 @@ from torch import Tensor
 from packhorse.cache import keep_compiled_code_private
 
 LOG2_E = 1.4426950408889634
-Tuning = tuple[int, int, int, int]  # queries per block, keys per block, warps, pipeline stages
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # Triton's interpreter has no assembler
+# Queries per block, keys per block, warps, pipeline stages; is the last, part-full block apart?
+Tuning = tuple[int, int, int, int, bool]
 # By head width; measured on an H200.
-FORWARD: dict[int, Tuning] = {32: (64, 64, 4, 3), 64: (64, 64, 4, 3)}
-QUERY_GRADIENTS: dict[int, Tuning] = {32: (64, 32, 4, 2), 64: (64, 64, 4, 2)}
-KEY_GRADIENTS: dict[int, Tuning] = {32: (64, 64, 4, 1), 64: (64, 64, 4, 1)}
+FORWARD: dict[int, Tuning] = {
+    32: (64, 64, 4, 3, False),
+    64: (64, 64, 4, 3, False),
+    96: (64, 64, 4, 2, False),
+    128: (64, 64, 4, 2, False),
+}
+QUERY_GRADIENTS: dict[int, Tuning] = {
+    32: (64, 32, 4, 2, False),
+    64: (64, 64, 4, 2, False),
+    96: (64, 32, 4, 2, False),
+    128: (64, 32, 4, 2, False),
+}
+KEY_GRADIENTS: dict[int, Tuning] = {
+    32: (64, 64, 4, 1, False),
+    64: (64, 64, 4, 1, False),
+    96: (64, 64, 8, 1, False),
+    128: (64, 64, 8, 1, False),
+}
 DRAWS = 1 << 31  # random numbers for dropout are from 0 to below this
 
 
@@ -118,9 +135,10 @@ def _launch(
     program whose block lies beyond its sequence returns at once.
     """
     _, _, heads, width = qkv.shape
-    rows, columns, warps, stages = tuning
+    rows, columns, warps, stages, split = tuning
     grid = (-(-longest // block), heads, len(order))
-    sizes = {"D": width, "ROWS": rows, "COLUMNS": columns}
+    depth = triton.next_power_of_2(width)
+    sizes = {"D": width, "DEPTH": depth, "ROWS": rows, "COLUMNS": columns, "SPLIT": split}
     # Without dropout the pointer is never read, but it must be one.
     dropout = {"seed_ptr": order, "drop_below": 0, "keep": 1.0, "DROPOUT": False}
     if seed is not None:
@@ -138,6 +156,16 @@ def _launch(
 def _use_private_cache() -> None:
     """Once, before anything is compiled: others may be able to write to Triton's default folder."""
     keep_compiled_code_private()
+
+
+@triton.jit
+def power_of_2(x: tl.tensor) -> tl.tensor:
+    """2 to the x in one instruction, 0 where that is no normal number; `tl.exp2` takes four."""
+    if INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -174,6 +202,57 @@ def _sequence(bounds_ptr: tl.tensor, order_ptr: tl.tensor) -> tuple[tl.tensor, t
 
 
 @triton.jit
+def _forward_block(
+    state: tl.tuple,
+    q: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    start: tl.tensor,
+    length: tl.tensor,
+    begin: tl.tensor,
+    rows: tl.tensor,
+    head: tl.tensor,
+    scale: tl.tensor,
+    step: tl.tensor,
+    seed_ptr: tl.tensor,
+    drop_below: tl.tensor,
+    D: tl.constexpr,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tuple:
+    """The online softmax over one more block of keys."""
+    maximum, denominator, acc = state
+    keys = start + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    k_target = k_ptr + keys[None, :] * step + depth[:, None]
+    v_target = v_ptr + keys[:, None] * step + depth[None, :]
+    if MASKED:
+        key_mask = keys < length
+        k = tl.load(k_target, mask=key_mask[None, :] & (depth < D)[:, None], other=0.0)
+        v = tl.load(v_target, mask=key_mask[:, None] & (depth < D)[None, :], other=0.0)
+        scores = tl.where(key_mask[None, :], tl.dot(q, k), float("-inf"))
+    elif D < DEPTH:
+        k = tl.load(k_target, mask=(depth < D)[:, None], other=0.0)
+        v = tl.load(v_target, mask=(depth < D)[None, :], other=0.0)
+        scores = tl.dot(q, k)
+    else:
+        k = tl.load(k_target)
+        v = tl.load(v_target)
+        scores = tl.dot(q, k)
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
+    rescale = power_of_2(maximum - new_maximum)
+    p = power_of_2(scores * scale - new_maximum[:, None])
+    denominator = denominator * rescale + tl.sum(p, 1)
+    if DROPOUT:  # after the sum: dropout applies to normalized probabilities
+        random = _random(seed_ptr, head, begin + rows[:, None], begin + keys[None, :])
+        p = tl.where(random >= drop_below, p, 0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
+    return new_maximum, denominator, acc
+
+
+@triton.jit
 def _forward(
     qkv_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -187,51 +266,126 @@ def _forward(
     drop_below: tl.tensor,  # dropout rate x DRAWS
     keep: tl.tensor,  # 1 - dropout rate
     D: tl.constexpr,
+    DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DROPOUT: tl.constexpr,
+    SPLIT: tl.constexpr,
 ) -> None:
     first, head = tl.program_id(0) * ROWS, tl.program_id(1)
     begin, length = _sequence(bounds_ptr, order_ptr)
     if first >= length:
         return
-    rows, columns, depth = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, D)
+    rows, depth = first + tl.arange(0, ROWS), tl.arange(0, DEPTH)
     step = 3 * hidden  # from a token's query to the next token's
     q_ptr = qkv_ptr + begin * step + head * D
     k_ptr, v_ptr = q_ptr + hidden, q_ptr + 2 * hidden
     row_mask = rows < length
-    q = tl.load(q_ptr + rows[:, None] * step + depth[None, :], mask=row_mask[:, None], other=0.0)
+    mask = row_mask[:, None] & (depth < D)[None, :]
+    q = tl.load(q_ptr + rows[:, None] * step + depth[None, :], mask=mask, other=0.0)
     # Online softmax (Milakov and Gimelshein 2018): a running maximum, and sums relative to it.
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
-    for start in range(0, length, COLUMNS):
-        keys = start + columns
-        key_mask = keys < length
-        k = tl.load(
-            k_ptr + keys[None, :] * step + depth[:, None], mask=key_mask[None, :], other=0.0
+    acc = tl.zeros([ROWS, DEPTH], tl.float32)
+    whole = (length // COLUMNS) * COLUMNS if SPLIT else length
+    for start in range(0, whole, COLUMNS):
+        maximum, denominator, acc = _forward_block(
+            (maximum, denominator, acc),
+            q,
+            k_ptr,
+            v_ptr,
+            start,
+            length,
+            begin,
+            rows,
+            head,
+            scale,
+            step,
+            seed_ptr,
+            drop_below,
+            D,
+            DEPTH,
+            COLUMNS,
+            DROPOUT,
+            not SPLIT,
         )
-        v = tl.load(
-            v_ptr + keys[:, None] * step + depth[None, :], mask=key_mask[:, None], other=0.0
-        )
-        scores = tl.where(key_mask[None, :], tl.dot(q, k) * scale, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        rescale = tl.exp2(maximum - new_maximum)
-        p = tl.exp2(scores - new_maximum[:, None])
-        denominator = denominator * rescale + tl.sum(p, 1)
-        if DROPOUT:  # after the sum: dropout applies to normalized probabilities
-            random = _random(seed_ptr, head, begin + rows[:, None], begin + keys[None, :])
-            p = tl.where(random >= drop_below, p, 0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
-        maximum = new_maximum
+    if SPLIT:
+        if whole < length:
+            maximum, denominator, acc = _forward_block(
+                (maximum, denominator, acc),
+                q,
+                k_ptr,
+                v_ptr,
+                whole,
+                length,
+                begin,
+                rows,
+                head,
+                scale,
+                step,
+                seed_ptr,
+                drop_below,
+                D,
+                DEPTH,
+                COLUMNS,
+                DROPOUT,
+                True,
+            )
     target = out_ptr + (begin + rows[:, None]) * hidden + head * D + depth[None, :]
-    tl.store(
-        target,
-        (acc / (keep * denominator)[:, None]).to(out_ptr.dtype.element_ty),
-        mask=row_mask[:, None],
-    )
+    out = acc / (keep * denominator)[:, None]
+    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
     lse = maximum + tl.log2(denominator)
     tl.store(lse_ptr + head.to(tl.int64) * tokens + begin + rows, lse, mask=row_mask)
+
+
+@triton.jit
+def _query_block(
+    dq: tl.tensor,
+    q: tl.tensor,
+    grad: tl.tensor,
+    lse: tl.tensor,
+    delta: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    start: tl.tensor,
+    length: tl.tensor,
+    begin: tl.tensor,
+    rows: tl.tensor,
+    head: tl.tensor,
+    scale: tl.tensor,
+    step: tl.tensor,
+    seed_ptr: tl.tensor,
+    drop_below: tl.tensor,
+    keep: tl.tensor,
+    D: tl.constexpr,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """dQ with the share of one more block of keys."""
+    keys = start + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)[None, :]
+    offsets = keys[:, None] * step + depth
+    if MASKED:
+        mask = (keys < length)[:, None] & (depth < D)
+        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+    elif D < DEPTH:
+        k = tl.load(k_ptr + offsets, mask=depth < D, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=depth < D, other=0.0)
+    else:
+        k = tl.load(k_ptr + offsets)
+        v = tl.load(v_ptr + offsets)
+    p = power_of_2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
+    if MASKED:
+        p = tl.where((keys < length)[None, :], p, 0.0)
+    dp = tl.dot(grad, tl.trans(v))
+    if DROPOUT:
+        random = _random(seed_ptr, head, begin + rows[:, None], begin + keys[None, :])
+        dp = tl.where(random >= drop_below, dp / keep, 0.0)
+    ds = p * (dp - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, dq)
 
 
 @triton.jit
@@ -252,46 +406,151 @@ def _query_gradients(
     drop_below: tl.tensor,  # dropout rate x DRAWS
     keep: tl.tensor,  # 1 - dropout rate
     D: tl.constexpr,
+    DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DROPOUT: tl.constexpr,
+    SPLIT: tl.constexpr,
 ) -> None:
     first, head = tl.program_id(0) * ROWS, tl.program_id(1)
     begin, length = _sequence(bounds_ptr, order_ptr)
     if first >= length:
         return
     rows = first + tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    depth = tl.arange(0, D)[None, :]
+    depth = tl.arange(0, DEPTH)[None, :]
     step = 3 * hidden
     row_mask = rows < length
+    mask = row_mask[:, None] & (depth < D)
     out_offset = begin * hidden + head * D + rows[:, None] * hidden + depth  # in [T, H, D]
     qkv_offset = begin * step + head * D  # in [T, 3, H, D]
     q_ptr = qkv_ptr + qkv_offset
     k_ptr, v_ptr = q_ptr + hidden, q_ptr + 2 * hidden
-    q = tl.load(q_ptr + rows[:, None] * step + depth, mask=row_mask[:, None], other=0.0)
-    grad = tl.load(grad_ptr + out_offset, mask=row_mask[:, None], other=0.0)
-    out = tl.load(out_ptr + out_offset, mask=row_mask[:, None], other=0.0)
+    q = tl.load(q_ptr + rows[:, None] * step + depth, mask=mask, other=0.0)
+    grad = tl.load(grad_ptr + out_offset, mask=mask, other=0.0)
+    out = tl.load(out_ptr + out_offset, mask=mask, other=0.0)
     row_offset = head.to(tl.int64) * tokens + begin + rows  # in [H, T]
     lse = tl.load(lse_ptr + row_offset, mask=row_mask, other=0.0)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(delta_ptr + row_offset, delta, mask=row_mask)  # for `_key_gradients`
-    dq = tl.zeros([ROWS, D], tl.float32)
-    for start in range(0, length, COLUMNS):
-        keys = start + columns
-        key_mask = keys < length
-        k = tl.load(k_ptr + keys[:, None] * step + depth, mask=key_mask[:, None], other=0.0)
-        v = tl.load(v_ptr + keys[:, None] * step + depth, mask=key_mask[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k)) * scale - lse[:, None]
-        p = tl.where(key_mask[None, :], tl.exp2(scores), 0.0)
-        dp = tl.dot(grad, tl.trans(v))
-        if DROPOUT:
-            random = _random(seed_ptr, head, begin + rows[:, None], begin + keys[None, :])
-            dp = tl.where(random >= drop_below, dp / keep, 0.0)
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq)
+    dq = tl.zeros([ROWS, DEPTH], tl.float32)
+    whole = (length // COLUMNS) * COLUMNS if SPLIT else length
+    for start in range(0, whole, COLUMNS):
+        dq = _query_block(
+            dq,
+            q,
+            grad,
+            lse,
+            delta,
+            k_ptr,
+            v_ptr,
+            start,
+            length,
+            begin,
+            rows,
+            head,
+            scale,
+            step,
+            seed_ptr,
+            drop_below,
+            keep,
+            D,
+            DEPTH,
+            COLUMNS,
+            DROPOUT,
+            not SPLIT,
+        )
+    if SPLIT:
+        if whole < length:
+            dq = _query_block(
+                dq,
+                q,
+                grad,
+                lse,
+                delta,
+                k_ptr,
+                v_ptr,
+                whole,
+                length,
+                begin,
+                rows,
+                head,
+                scale,
+                step,
+                seed_ptr,
+                drop_below,
+                keep,
+                D,
+                DEPTH,
+                COLUMNS,
+                DROPOUT,
+                True,
+            )
     target = qkv_grad_ptr + qkv_offset + rows[:, None] * step + depth
-    tl.store(target, (dq * slope).to(qkv_grad_ptr.dtype.element_ty), mask=row_mask[:, None])
+    tl.store(target, (dq * slope).to(qkv_grad_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _key_block(
+    state: tl.tuple,
+    k: tl.tensor,
+    v: tl.tensor,
+    q_ptr: tl.tensor,
+    grad_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
+    start: tl.tensor,
+    length: tl.tensor,
+    begin: tl.tensor,
+    columns: tl.tensor,
+    head: tl.tensor,
+    scale: tl.tensor,
+    step: tl.tensor,
+    hidden: tl.tensor,
+    seed_ptr: tl.tensor,
+    drop_below: tl.tensor,
+    keep: tl.tensor,
+    D: tl.constexpr,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tuple:
+    """dK and dV with the share of one more block of queries.
+
+    Scores are computed transposed, [COLUMNS, ROWS], so that dK and dV need no transposed p.
+    """
+    dk, dv = state
+    queries = start + tl.arange(0, ROWS)
+    depth = tl.arange(0, DEPTH)[None, :]
+    q_offsets = queries[:, None] * step + depth
+    grad_offsets = queries[:, None] * hidden + depth
+    if MASKED:
+        row_mask = queries < length
+        mask = row_mask[:, None] & (depth < D)
+        q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
+        grad = tl.load(grad_ptr + grad_offsets, mask=mask, other=0.0)
+        # Queries past the end get the probability exp2(-inf) = 0.
+        lse = tl.load(lse_ptr + queries, mask=row_mask, other=float("inf"))
+        delta = tl.load(delta_ptr + queries, mask=row_mask, other=0.0)
+    else:
+        if D < DEPTH:
+            q = tl.load(q_ptr + q_offsets, mask=depth < D, other=0.0)
+            grad = tl.load(grad_ptr + grad_offsets, mask=depth < D, other=0.0)
+        else:
+            q = tl.load(q_ptr + q_offsets)
+            grad = tl.load(grad_ptr + grad_offsets)
+        lse = tl.load(lse_ptr + queries)
+        delta = tl.load(delta_ptr + queries)
+    p = power_of_2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])  # [COLUMNS, ROWS]
+    dp = tl.dot(v, tl.trans(grad))
+    p_after_dropout = p
+    if DROPOUT:
+        random = _random(seed_ptr, head, begin + queries[None, :], begin + columns[:, None])
+        dp = tl.where(random >= drop_below, dp / keep, 0.0)
+        p_after_dropout = tl.where(random >= drop_below, p, 0.0)
+    dv = tl.dot(p_after_dropout.to(grad.dtype), grad, dv)
+    ds = p * (dp - delta[None, :])
+    return tl.dot(ds.to(q.dtype), q, dk), dv
 
 
 @triton.jit
@@ -311,57 +570,89 @@ def _key_gradients(
     drop_below: tl.tensor,  # dropout rate x DRAWS
     keep: tl.tensor,  # 1 - dropout rate
     D: tl.constexpr,
+    DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DROPOUT: tl.constexpr,
+    SPLIT: tl.constexpr,
 ) -> None:
     first, head = tl.program_id(0) * COLUMNS, tl.program_id(1)
     begin, length = _sequence(bounds_ptr, order_ptr)
     if first >= length:
         return
-    rows = tl.arange(0, ROWS)
     columns = first + tl.arange(0, COLUMNS)
-    depth = tl.arange(0, D)[None, :]
+    depth = tl.arange(0, DEPTH)[None, :]
     step = 3 * hidden
-    key_mask = (columns < length)[:, None]
+    mask = (columns < length)[:, None] & (depth < D)
     qkv_offset = begin * step + head * D  # in [T, 3, H, D]
     q_ptr, grad_ptr = qkv_ptr + qkv_offset, grad_ptr + begin * hidden + head * D
     key_offset = columns[:, None] * step + depth
-    k = tl.load(q_ptr + hidden + key_offset, mask=key_mask, other=0.0)
-    v = tl.load(q_ptr + 2 * hidden + key_offset, mask=key_mask, other=0.0)
+    k = tl.load(q_ptr + hidden + key_offset, mask=mask, other=0.0)
+    v = tl.load(q_ptr + 2 * hidden + key_offset, mask=mask, other=0.0)
     lse_ptr += head.to(tl.int64) * tokens + begin
     delta_ptr += head.to(tl.int64) * tokens + begin
-    dk = tl.zeros([COLUMNS, D], tl.float32)
-    dv = tl.zeros([COLUMNS, D], tl.float32)
-    # Scores are computed transposed, [COLUMNS, ROWS], so that dK and dV need no transposed p.
-    for start in range(0, length, ROWS):
-        queries = start + rows
-        row_mask = queries < length
-        q = tl.load(q_ptr + queries[:, None] * step + depth, mask=row_mask[:, None], other=0.0)
-        grad = tl.load(
-            grad_ptr + queries[:, None] * hidden + depth, mask=row_mask[:, None], other=0.0
+    dk = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    dv = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    whole = (length // ROWS) * ROWS if SPLIT else length
+    for start in range(0, whole, ROWS):
+        dk, dv = _key_block(
+            (dk, dv),
+            k,
+            v,
+            q_ptr,
+            grad_ptr,
+            lse_ptr,
+            delta_ptr,
+            start,
+            length,
+            begin,
+            columns,
+            head,
+            scale,
+            step,
+            hidden,
+            seed_ptr,
+            drop_below,
+            keep,
+            D,
+            DEPTH,
+            ROWS,
+            DROPOUT,
+            not SPLIT,
         )
-        # Queries past the end get the probability exp2(-inf) = 0.
-        lse = tl.load(lse_ptr + queries, mask=row_mask, other=float("inf"))
-        delta = tl.load(delta_ptr + queries, mask=row_mask, other=0.0)
-        p = tl.exp2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])  # [COLUMNS, ROWS]
-        dp = tl.dot(v, tl.trans(grad))
-        p_after_dropout = p
-        if DROPOUT:
-            random = _random(seed_ptr, head, begin + queries[None, :], begin + columns[:, None])
-            dp = tl.where(random >= drop_below, dp / keep, 0.0)
-            p_after_dropout = tl.where(random >= drop_below, p, 0.0)
-        dv = tl.dot(p_after_dropout.to(grad.dtype), grad, dv)
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk)
+    if SPLIT:
+        if whole < length:
+            dk, dv = _key_block(
+                (dk, dv),
+                k,
+                v,
+                q_ptr,
+                grad_ptr,
+                lse_ptr,
+                delta_ptr,
+                whole,
+                length,
+                begin,
+                columns,
+                head,
+                scale,
+                step,
+                hidden,
+                seed_ptr,
+                drop_below,
+                keep,
+                D,
+                DEPTH,
+                ROWS,
+                DROPOUT,
+                True,
+            )
     qkv_grad_ptr += qkv_offset + hidden
-    tl.store(
-        qkv_grad_ptr + key_offset, (dk * slope).to(qkv_grad_ptr.dtype.element_ty), mask=key_mask
-    )
+    tl.store(qkv_grad_ptr + key_offset, (dk * slope).to(qkv_grad_ptr.dtype.element_ty), mask=mask)
     tl.store(
         qkv_grad_ptr + hidden + key_offset,
         (dv / keep).to(qkv_grad_ptr.dtype.element_ty),
-        mask=key_mask,
+        mask=mask,
     )
 
 

@@ -30,14 +30,13 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from packhorse.attention.triton_kernels import mix
+from packhorse.attention.triton_kernels import INTERPRETED, mix, power_of_2
 from packhorse.cache import keep_compiled_code_private
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 LARGEST_E4M3 = tl.constexpr(LARGEST)
 SMALLEST = tl.constexpr(1e-30)  # as `model.float8`
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # has no assembler
 
 
 class Tuning(NamedTuple):
@@ -195,20 +194,10 @@ def _use_private_cache() -> None:
 @triton.jit
 def _reciprocal(x: tl.tensor) -> tl.tensor:
     """1/x in one instruction, for normal numbers; Triton's division takes six."""
-    if INTERPRETED:
+    if INTERPRETED:  # no assembler there
         return 1.0 / x
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _power_of_2(x: tl.tensor) -> tl.tensor:
-    """2 to the x in one instruction, 0 where that is no normal number."""
-    if INTERPRETED:
-        return tl.exp2(x)
-    return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
@@ -220,7 +209,7 @@ def _tail(size: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     small tail keeps its digits. Constants: p/√2, −log2(e)/2, and halves of a1 to a5.
     """
     t = _reciprocal(1.0 + 0.23164189 * size)
-    power = _power_of_2(size * size * -0.7213475204444817)
+    power = power_of_2(size * size * -0.7213475204444817)
     series = 0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)
     return power * t * (0.127414796 + t * (-0.142248368 + t * series)), power
 
