@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from packhorse.model import float8, rows
@@ -80,7 +80,7 @@ def draw_seeds(device: torch.device) -> Tensor:
 
 class _AfterAttention(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0917
+    def forward(
         ctx: Any,
         x: Tensor,
         attended: Tensor,

@@ -241,7 +241,7 @@ def _store_float8(
 
 @triton.jit
 def _kept(seed_ptr: tl.tensor, rows: tl.tensor, column_hash: tl.tensor, drop_below: tl.constexpr):
-    """Which numbers dropout keeps; rows and columns are hashed apart, with half of the seed each."""
+    """Which numbers dropout keeps; rows and columns are hashed apart, by half a seed each."""
     seed = tl.load(seed_ptr)
     row_hash = mix(mix(seed.to(tl.uint32) ^ 0x9E3779B9) ^ rows.to(tl.uint32))
     random = mix(row_hash[:, None] ^ column_hash[None, :])

@@ -108,8 +108,8 @@ def add_norm_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradient of x, and that of the branch if it was dropped out (else it is the same).
 
-    Then the branch's in float8 with its rows' scales, and in [3, N] the gradients of weight and bias
-    and the sum of the branch's over rows. The gradient of the result is `grad` + `second`.
+    Then the branch's in float8 with its rows' scales, and in [3, N] the gradients of weight and
+    bias and the sum of the branch's over rows. The gradient of the result is `grad` + `second`.
     """
     if kernels := _kernels(x):
         return kernels.add_norm_gradient(
