@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 EXACT = 3e-6  # fp32 sums and approximate exponentials
 HALF = 0.006 if INTERPRETED else 0.002  # rounding to bf16
-SMALL = 0.15 if INTERPRETED else 0.008  # results that another rounding to float8 moved by one
+SMALL = 0.15 if INTERPRETED else 0.015  # results that another rounding to float8 moved by one
 SIZES = [(5, 48), (7, 1024)] if INTERPRETED else [(5, 48), (1003, 768), (517, 1024), (300, 4096)]
 needs_float8 = pytest.mark.skipif(
     not (INTERPRETED or (torch.cuda.is_available() and device.fast_float8(DEVICE))),

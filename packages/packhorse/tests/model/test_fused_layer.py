@@ -31,7 +31,7 @@ def learned(layer: BertLayer, x: Tensor, gradient: Tensor) -> list[Tensor]:
     packed = estimate.synthetic_batch(TOKENS, 8).packed
     held = x.detach().requires_grad_()
     layer.zero_grad(set_to_none=True)
-    out = layer(held, layer.attention.kernel.plan(packed))
+    out = layer(held, attention.kernel("reference").plan(packed))
     out.backward(gradient)
     grads = [held.grad, *(p.grad for p in layer.parameters())]
     return [out.detach(), *(g.clone() for g in grads if g is not None)]
@@ -50,10 +50,10 @@ def test_result_and_gradients_are_those_of_the_layer(
     seeds = torch.tensor([7, 1 << 61])
     monkeypatch.setattr(fused_layer, "draw_seeds", lambda _: seeds)
     calls = iter(seeds)
-    layer.dropout.forward = lambda y: rows.dropped(y, next(calls), dropout)
+    layer.dropout.forward = lambda input: rows.dropped(input, next(calls), dropout)
     plain = learned(layer, x, gradient)
     assert fused_layer.fits(layer)
-    layer.rest = fused_layer.after_attention
+    layer.fused = fused_layer.forward
     fused = learned(layer, x, gradient)
     assert len(fused) == len(plain) == 2 + len(list(layer.parameters()))
     for actual, expected in zip(fused, plain, strict=True):
@@ -73,7 +73,7 @@ def test_float8_is_near() -> None:
     layer.down = float8.Float8Linear(layer.down)  # pyright: ignore
     plain = learned(layer, x, gradient)
     assert fused_layer.fits(layer)
-    layer.rest = fused_layer.after_attention
+    layer.fused = fused_layer.forward
     fused = learned(layer, x, gradient)
     for actual, expected, bf16 in zip(fused, plain, half, strict=True):
         size = float(bf16.float().norm())
@@ -96,7 +96,7 @@ def test_outside_of_training_a_layer_is_as_before() -> None:
     layer = make_layer(0.5)
     x = drawn(TOKENS, WIDTH)
     before = learned(layer.eval(), x, x)
-    layer.rest = fused_layer.after_attention
+    layer.fused = fused_layer.forward
     for actual, expected in zip(learned(layer, x, x), before, strict=True):
         assert torch.equal(actual, expected)
 
@@ -105,7 +105,7 @@ def test_outside_of_training_a_layer_is_as_before() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_layer_is_traced_whole() -> None:
     layer = make_layer(0.1).float()
-    layer.rest = fused_layer.after_attention
+    layer.fused = fused_layer.forward
     layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
     results = learned(layer, drawn(TOKENS, WIDTH).float(), drawn(TOKENS, WIDTH).float())
     assert all(bool(result.isfinite().all()) for result in results)

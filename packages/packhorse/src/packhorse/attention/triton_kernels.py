@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -41,26 +41,37 @@ from packhorse.cache import keep_compiled_code_private
 
 LOG2_E = 1.4426950408889634
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # Triton's interpreter has no assembler
-# Queries per block, keys per block, warps, pipeline stages; is the last, part-full block apart?
-Tuning = tuple[int, int, int, int, bool]
+
+
+class Tuning(NamedTuple):
+    """How a kernel is cut."""
+
+    rows: int  # queries per block
+    columns: int  # keys per block
+    warps: int
+    stages: int  # of the pipeline that loads blocks
+    split: bool = False  # is the last, part-full block computed apart, so that others need no mask?
+    registers: int | None = None  # at most, a thread
+
+
 # By head width; measured on an H200.
-FORWARD: dict[int, Tuning] = {
-    32: (64, 64, 4, 3, False),
-    64: (64, 64, 4, 3, False),
-    96: (64, 64, 4, 2, False),
-    128: (64, 64, 4, 2, False),
+FORWARD = {
+    32: Tuning(64, 64, 4, 3, True),
+    64: Tuning(64, 64, 4, 3, True),
+    96: Tuning(64, 64, 4, 2),
+    128: Tuning(64, 64, 4, 2),
 }
-QUERY_GRADIENTS: dict[int, Tuning] = {
-    32: (64, 32, 4, 2, False),
-    64: (64, 64, 4, 2, False),
-    96: (64, 32, 4, 2, False),
-    128: (64, 32, 4, 2, False),
+QUERY_GRADIENTS = {
+    32: Tuning(64, 32, 4, 3),
+    64: Tuning(64, 32, 4, 3),
+    96: Tuning(64, 32, 4, 2),
+    128: Tuning(64, 32, 4, 2),
 }
-KEY_GRADIENTS: dict[int, Tuning] = {
-    32: (64, 64, 4, 1, False),
-    64: (64, 64, 4, 1, False),
-    96: (64, 64, 8, 1, False),
-    128: (64, 64, 8, 1, False),
+KEY_GRADIENTS = {
+    32: Tuning(32, 64, 4, 3),
+    64: Tuning(32, 64, 4, 3),
+    96: Tuning(32, 64, 4, 2),
+    128: Tuning(32, 64, 4, 2),
 }
 DRAWS = 1 << 31  # random numbers for dropout are from 0 to below this
 
@@ -136,7 +147,7 @@ def _launch(
     program whose block lies beyond its sequence returns at once.
     """
     _, _, heads, width = qkv.shape
-    rows, columns, warps, stages, split = tuning
+    rows, columns, warps, stages, split, registers = tuning
     grid = (-(-longest // block), heads, len(order))
     depth = triton.next_power_of_2(width)
     sizes = {"D": width, "DEPTH": depth, "ROWS": rows, "COLUMNS": columns, "SPLIT": split}
@@ -150,7 +161,8 @@ def _launch(
             "DROPOUT": True,
         }
     _use_private_cache()
-    return partial(kernel[grid], **sizes, **dropout, num_warps=warps, num_stages=stages)
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+    return partial(kernel[grid], **sizes, **dropout, **options)
 
 
 @cache

@@ -211,13 +211,13 @@ class BertLayer(nn.Module):
         self.up, self.down = _feed_forward(config)
         self.norm = AddNorm(config.hidden_size, config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
-        # What follows attention in few kernels while it trains (`model.fused_layer`), if it can.
-        self.rest: Callable[[BertLayer, Tensor, Tensor], Tensor] | None = None
+        # The layer in few kernels while it trains (`model.fused_layer`), if it can.
+        self.fused: Callable[[BertLayer, Tensor, AttentionPlan], Tensor] | None = None
 
     def forward(self, x: Tensor, plan: AttentionPlan) -> Tensor:
         """[T, E] to [T, E]."""
-        if self.training and self.rest is not None:
-            return self.rest(self, x, self.attention.attend(x, plan))
+        if self.training and self.fused is not None:
+            return self.fused(self, x, plan)
         x = self.attention_norm(x, self.dropout(self.attention(x, plan)))
         return self.norm(x, self.dropout(self.down(self.up(x))))
 

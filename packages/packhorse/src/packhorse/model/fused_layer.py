@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from packhorse.attention.kernels import AttentionPlan
 from packhorse.model import float8, rows
 from packhorse.model.bert import Bert, BertLayer, SelfAttention, UpProjection
 
@@ -39,7 +40,7 @@ def use(bert: Bert) -> int:
     count = 0
     for layer in bert.layers:
         if isinstance(layer, BertLayer) and fits(layer):
-            layer.rest = after_attention
+            layer.fused = forward
             count += 1
     return count
 
@@ -62,9 +63,11 @@ def fits(layer: BertLayer) -> bool:
     return layer.up.activation == "gelu" and alike and has_bias and widest <= rows.WIDEST
 
 
-def after_attention(layer: BertLayer, x: Tensor, attended: Tensor) -> Tensor:
-    """The layer's result, [T, E], from its input and from what its heads attended to."""
-    out, up, down = layer.attention.out, layer.up.dense, layer.down
+def forward(layer: BertLayer, x: Tensor, plan: AttentionPlan) -> Tensor:
+    """What `BertLayer.forward` computes, [T, E] to [T, E]."""
+    attention: Any = layer.attention  # `fits` has seen that it is `SelfAttention`
+    attended = attention.attend(x, plan)
+    out, up, down = attention.out, layer.up.dense, layer.down
     first, last = layer.attention_norm, layer.norm
     rate = layer.dropout.p
     seeds = draw_seeds(x.device)
@@ -156,4 +159,5 @@ def _product(x: Tensor, small: Any, weight: Tensor, bias: Tensor | None = None) 
     """x·Wᵀ + b; in float8 if `small`, x in float8 and its scales, is given."""
     if small is None:
         return F.linear(x, weight, bias)
-    return float8.multiply(*small, *float8.quantized(weight), bias, x.dtype)
+    (a, a_scale), (b, b_scale) = small, float8.quantized(weight)
+    return float8.multiply(a, a_scale, b, b_scale, bias, x.dtype)

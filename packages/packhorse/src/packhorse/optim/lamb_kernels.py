@@ -61,10 +61,12 @@ def update(
     sizes = {"BLOCK": BLOCK, "PROGRAMS": PROGRAMS, "num_warps": WARPS}
     _use_private_cache()
     betas = tuple(map(float, (beta1, 1 - beta1, beta2, 1 - beta2)))
-    _moments[grid](weight, gradient, m, v, sums, size, *betas, *direction, **sizes)
+    moments: Any = _moments
+    move: Any = _move
+    moments[grid](weight, gradient, m, v, sums, size, *betas, *direction, **sizes)
     limits = tuple(map(float, (group["lr"], minimum, maximum, most)))
     copies = parameter is not weight
-    _move[grid](weight, m, v, sums, parameter, size, *limits, *direction, COPIES=copies, **sizes)
+    move[grid](weight, m, v, sums, parameter, size, *limits, *direction, COPIES=copies, **sizes)
 
 
 @cache
