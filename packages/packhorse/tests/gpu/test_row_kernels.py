@@ -71,6 +71,9 @@ def test_rounding(tokens: int, width: int) -> None:
     assert float(each.max()) < SMALL
     assert far(scale, expected[1]) < EXACT and far(total, expected_total) < 10 * EXACT
     assert far(wide(small, scale.roll(1, 0)), wide(*expected)) > 0.1
+    small, scale = kernel("rounded_columns", x)
+    assert small.shape == (width, tokens) and small.is_contiguous()
+    assert far(wide(small, scale), wide(*rows.to_float8(x.cpu().t()))) < SMALL
     x[1, 3] = float("nan")
     x[2] = 0
     small, scale, _ = kernel("rounded", x, False)

@@ -86,7 +86,7 @@ class _Linear(torch.autograd.Function):
         if not x.is_cuda:
             return product(x, weight, bias)
         x8, scale, _ = rows.rounded(x, False)
-        return multiply(x8, scale, *quantized(weight), bias, x.dtype)
+        return multiply(x8, scale, *rows.rounded(weight, False)[:2], bias, x.dtype)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -96,7 +96,7 @@ class _Linear(torch.autograd.Function):
         if not x.is_cuda:
             return product(gradient, weight.t()), gradient.t() @ x, gradient.sum(0)
         small, scale, bias_gradient = rows.rounded(gradient, True)
-        x_gradient = multiply(small, scale, *quantized(weight.t()), None, x.dtype)
+        x_gradient = multiply(small, scale, *rows.rounded_columns(weight), None, x.dtype)
         return x_gradient, gradient.t() @ x, bias_gradient.to(x.dtype)
 
 

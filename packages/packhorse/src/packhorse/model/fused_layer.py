@@ -130,17 +130,17 @@ class _AfterAttention(torch.autograd.Function):
             grad, None, y, fed, last, z_moments, seeds[1], rate, small
         )
         fed_grad = fed_grad if rate else y_grad
-        g_grad = _product(fed_grad, fed_small if small else None, down.t())
+        g_grad = _product_back(fed_grad, fed_small if small else None, down)
         h_grad, *h_small, g_again, up_bias_grad = rows.gelu_gradient(g_grad, h, small)
         down_grad = fed_grad.t() @ (g_again if small else g)
-        y_grad_by_up = _product(h_grad, h_small if small else None, up.t())
+        y_grad_by_up = _product_back(h_grad, h_small if small else None, up)
         up_grad = h_grad.t() @ y
 
         x_grad, mixed_grad, *mixed_small, norm_sums = rows.add_norm_gradient(
             y_grad, y_grad_by_up, x, mixed, norm, y_moments, seeds[0], rate, small
         )
         mixed_grad = mixed_grad if rate else x_grad
-        attended_grad = _product(mixed_grad, mixed_small if small else None, out.t())
+        attended_grad = _product_back(mixed_grad, mixed_small if small else None, out)
         out_grad = mixed_grad.t() @ attended
 
         norm_grad, norm_bias_grad, out_bias_grad = norm_sums.to(x.dtype)
@@ -159,5 +159,11 @@ def _product(x: Tensor, small: Any, weight: Tensor, bias: Tensor | None = None) 
     """x·Wᵀ + b; in float8 if `small`, x in float8 and its scales, is given."""
     if small is None:
         return F.linear(x, weight, bias)
-    (a, a_scale), (b, b_scale) = small, float8.quantized(weight)
-    return float8.multiply(a, a_scale, b, b_scale, bias, x.dtype)
+    return float8.multiply(*small, *rows.rounded(weight, False)[:2], bias, x.dtype)
+
+
+def _product_back(grad: Tensor, small: Any, weight: Tensor) -> Tensor:
+    """The gradient of `_product`'s x."""
+    if small is None:
+        return grad @ weight
+    return float8.multiply(*small, *rows.rounded_columns(weight), None, grad.dtype)

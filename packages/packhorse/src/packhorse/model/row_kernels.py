@@ -55,6 +55,8 @@ GELU = Tuning(1, 4, 1, 500)
 GELU_GRADIENT = Tuning(1, 8, 3, 2)
 ADD_NORM = Tuning(1, 2, 1, 16)
 ADD_NORM_GRADIENT = Tuning(1, 4, 1, 4)
+TILE = 64  # rows and columns of a tile that is transposed
+STRIP = 256  # rows of a column whose largest number a program finds
 
 
 def rounded(x: Tensor, sums: bool, tuning: Tuning | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,6 +68,23 @@ def rounded(x: Tensor, sums: bool, tuning: Tuning | None = None) -> tuple[Tensor
     parts = _sums(x, programs if sums else 0)
     launch(x, out, scale, parts, len(x), SUMS=sums)
     return out, scale, parts.sum(0) if sums else parts.new_empty(0)
+
+
+def rounded_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`rounded` of the transposed matrix, [N, T], without a transposed copy: for weights."""
+    x = x.contiguous()
+    tokens, width = x.shape
+    out = torch.empty((width, tokens), dtype=E4M3, device=x.device)
+    scale = torch.empty((width, 1), dtype=torch.float32, device=x.device)
+    largest = torch.zeros_like(scale)  # a maximum does not depend on the order
+    grid = triton.cdiv(width, TILE), triton.cdiv(tokens, STRIP)
+    _use_private_cache()
+    column_maxima: Any = _column_maxima
+    column_maxima[grid](x, largest, tokens, width, TILE, STRIP, num_warps=8)
+    transposed: Any = _transposed
+    grid = triton.cdiv(width, TILE), triton.cdiv(tokens, TILE)
+    transposed[grid](x, largest, out, scale, tokens, width, TILE, num_warps=4)
+    return out, scale
 
 
 def gelu(h: Tensor, float8: bool, tuning: Tuning = GELU) -> tuple[Tensor, Tensor]:
@@ -284,6 +303,46 @@ def _rounded(
     if SUMS:
         target = sums_ptr + tl.program_id(0) * N + columns
         tl.store(target, tl.sum(total, 0), mask=columns < N)
+
+
+@triton.jit
+def _column_maxima(
+    x_ptr: tl.tensor,
+    largest_ptr: tl.tensor,
+    tokens: tl.tensor,
+    width: tl.tensor,
+    TILE: tl.constexpr,
+    STRIP: tl.constexpr,
+) -> None:
+    columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    rows = tl.program_id(1) * STRIP + tl.arange(0, STRIP)
+    mask = (rows < tokens)[:, None] & (columns < width)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * width + columns[None, :]
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.atomic_max(largest_ptr + columns, tl.max(tl.abs(x), 0), mask=columns < width)
+
+
+@triton.jit
+def _transposed(
+    x_ptr: tl.tensor,
+    largest_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    tokens: tl.tensor,
+    width: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = (rows < tokens)[:, None] & (columns < width)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * width + columns[None, :]
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    largest = tl.load(largest_ptr + columns, mask=columns < width, other=0.0)
+    largest = tl.maximum(largest, SMALLEST)
+    small = (x * (LARGEST_E4M3 / largest[None, :])).to(tl.float8e4nv)
+    target = columns.to(tl.int64)[:, None] * tokens + rows[None, :]
+    tl.store(out_ptr + target, tl.trans(small), mask=tl.trans(mask))
+    tl.store(scale_ptr + columns, largest / LARGEST_E4M3, mask=columns < width)
 
 
 @triton.jit

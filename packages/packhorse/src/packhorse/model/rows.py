@@ -41,6 +41,15 @@ def rounded(x: Tensor, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     return *to_float8(x), _wide(x).sum(0) if sums else x.new_empty(0, dtype=torch.float32)
 
 
+@torch.library.custom_op("packhorse::rounded_columns", mutates_args=())
+def rounded_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The transposed x, [N, T], in float8, and its rows' scales [N, 1]."""
+    if kernels := _kernels(x):
+        return kernels.rounded_columns(x)
+    small, scale = to_float8(x.t())
+    return small.contiguous(), scale
+
+
 @torch.library.custom_op("packhorse::gelu", mutates_args=())
 def gelu(h: Tensor, float8: bool) -> tuple[Tensor, Tensor]:
     """GELU(h): in float8 with its rows' scales, or in the dtype of h."""
@@ -187,6 +196,11 @@ def _sums(x: Tensor, *shape: int) -> Tensor:
 @rounded.register_fake
 def _(x: Tensor, sums: bool) -> tuple[Tensor, Tensor, Tensor]:
     return *_shaped(x, True), _sums(x, x.shape[1] if sums else 0)
+
+
+@rounded_columns.register_fake
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _shaped(x.t(), True)
 
 
 @gelu.register_fake

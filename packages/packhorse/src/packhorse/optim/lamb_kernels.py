@@ -149,10 +149,10 @@ def _move(
     PROGRAMS: tl.constexpr,
 ) -> None:
     parts = tl.arange(0, PROGRAMS)
-    mask = parts < tl.num_programs(0)
+    written = parts < tl.num_programs(0)
     sums_ptr += tl.program_id(1) * 2 * PROGRAMS
-    weight_norm = tl.sqrt_rn(tl.sum(tl.load(sums_ptr + parts, mask=mask, other=0.0)))
-    norm = tl.sqrt_rn(tl.sum(tl.load(sums_ptr + PROGRAMS + parts, mask=mask, other=0.0)))
+    weight_norm = tl.sqrt_rn(tl.sum(tl.load(sums_ptr + parts, mask=written, other=0.0)))
+    norm = tl.sqrt_rn(tl.sum(tl.load(sums_ptr + PROGRAMS + parts, mask=written, other=0.0)))
     ratio = tl.minimum(weight_norm, most) / norm
     ratio = tl.minimum(tl.maximum(ratio, minimum), maximum)
     factor = rate * tl.where((weight_norm > 0) & (norm > 0), ratio, 1.0)
