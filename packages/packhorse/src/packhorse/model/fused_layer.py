@@ -145,14 +145,10 @@ class _AfterAttention(torch.autograd.Function):
 
         norm_grad, norm_bias_grad, out_bias_grad = norm_sums.to(x.dtype)
         last_grad, last_bias_grad, down_bias_grad = last_sums.to(x.dtype)
-        parameters = (
-            *(out_grad, out_bias_grad),
-            *(norm_grad, norm_bias_grad),
-            *(up_grad, up_bias_grad.to(x.dtype)),
-            *(down_grad, down_bias_grad),
-            *(last_grad, last_bias_grad),
-        )
-        return x_grad, attended_grad, *parameters, None, None, None, None, None
+        first = (out_grad, out_bias_grad, norm_grad, norm_bias_grad)
+        second = (up_grad, up_bias_grad.to(x.dtype), down_grad, down_bias_grad)
+        third = (last_grad, last_bias_grad)
+        return x_grad, attended_grad, *first, *second, *third, None, None, None, None, None
 
 
 def _product(x: Tensor, small: Any, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -39,7 +39,7 @@ LARGEST_E4M3 = tl.constexpr(LARGEST)
 SMALLEST = tl.constexpr(1e-30)  # as `model.float8`
 
 
-class Tuning(NamedTuple):
+class RowTuning(NamedTuple):
     """How a kernel is cut."""
 
     rows: int  # at once in a program
@@ -49,17 +49,19 @@ class Tuning(NamedTuple):
 
 
 # Measured on an H200 with 65,536 rows; one program a row where nothing is summed.
-ROUND = Tuning(1, 2, 1, 500)
-ROUND_AND_SUM = Tuning(1, 8, 1, 4)
-GELU = Tuning(1, 4, 1, 500)
-GELU_GRADIENT = Tuning(1, 8, 3, 2)
-ADD_NORM = Tuning(1, 2, 1, 16)
-ADD_NORM_GRADIENT = Tuning(1, 4, 1, 4)
+ROUND = RowTuning(1, 2, 1, 500)
+ROUND_AND_SUM = RowTuning(1, 8, 1, 4)
+GELU = RowTuning(1, 4, 1, 500)
+GELU_GRADIENT = RowTuning(1, 8, 3, 2)
+ADD_NORM = RowTuning(1, 2, 1, 16)
+ADD_NORM_GRADIENT = RowTuning(1, 4, 1, 4)
 TILE = 64  # rows and columns of a tile that is transposed
 STRIP = 256  # rows of a column whose largest number a program finds
 
 
-def rounded(x: Tensor, sums: bool, tuning: Tuning | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def rounded(
+    x: Tensor, sums: bool, tuning: RowTuning | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """x in float8, scales [T, 1], and the sum over rows in fp32."""
     x = x.contiguous()
     out, scale = _float8_like(x)
@@ -87,7 +89,7 @@ def rounded_columns(x: Tensor) -> tuple[Tensor, Tensor]:
     return out, scale
 
 
-def gelu(h: Tensor, float8: bool, tuning: Tuning = GELU) -> tuple[Tensor, Tensor]:
+def gelu(h: Tensor, float8: bool, tuning: RowTuning = GELU) -> tuple[Tensor, Tensor]:
     """GELU(h) in h's dtype, or in float8 with scales."""
     h = h.contiguous()
     out, scale = _float8_like(h) if float8 else (torch.empty_like(h), _none(h))
@@ -97,7 +99,7 @@ def gelu(h: Tensor, float8: bool, tuning: Tuning = GELU) -> tuple[Tensor, Tensor
 
 
 def gelu_gradient(
-    grad: Tensor, h: Tensor, float8: bool, tuning: Tuning = GELU_GRADIENT
+    grad: Tensor, h: Tensor, float8: bool, tuning: RowTuning = GELU_GRADIENT
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradient of h; in float8 also that, its scales, and GELU(h) again; its sum over rows."""
     h, grad = h.contiguous(), grad.contiguous()
@@ -119,7 +121,7 @@ def add_norm(
     seed: Tensor,
     rate: float,
     float8: bool,
-    tuning: Tuning = ADD_NORM,
+    tuning: RowTuning = ADD_NORM,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """LayerNorm(x + dropout(branch)); in float8 also that with scales; mean and 1/σ, [2, T]."""
     x, branch = x.contiguous(), branch.contiguous()
@@ -142,7 +144,7 @@ def add_norm_gradient(
     seed: Tensor,
     rate: float,
     float8: bool,
-    tuning: Tuning = ADD_NORM_GRADIENT,
+    tuning: RowTuning = ADD_NORM_GRADIENT,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x and, if dropped out, of the branch; the latter in float8 with scales.
 
@@ -182,7 +184,7 @@ def _dropout(rate: float) -> dict[str, Any]:
     return {"DROP_BELOW": round(rate * (1 << 31)), "KEEP": 1 - rate}
 
 
-def _launch(kernel: Any, tuning: Tuning, x: Tensor) -> tuple[int, Any]:
+def _launch(kernel: Any, tuning: RowTuning, x: Tensor) -> tuple[int, Any]:
     """The number of programs, and the kernel to be called with the rest of its arguments."""
     tokens, width = x.shape
     programs = max(1, min(-(-tokens // tuning.rows), tuning.programs * _processors(x.device)))

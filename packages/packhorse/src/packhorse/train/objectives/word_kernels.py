@@ -56,11 +56,8 @@ class WordLoss(torch.autograd.Function):
         out = torch.empty((rows, words), dtype=scores.dtype, device=scores.device)
         kernel: Any = _backward
         if rows:
-            kernel[(rows,)](
-                *(grad.contiguous(), scores, targets, lse, out),
-                *(scores.stride(0), words, BLOCK),
-                num_warps=WARPS,
-            )
+            sizes = (scores.stride(0), words, BLOCK)
+            kernel[(rows,)](grad.contiguous(), scores, targets, lse, out, *sizes, num_warps=WARPS)
         return out, None
 
 
