@@ -50,16 +50,15 @@ class Tuning(NamedTuple):
     columns: int  # keys per block
     warps: int
     stages: int  # of the pipeline that loads blocks
-    split: bool = False  # is the last, part-full block computed apart, so that others need no mask?
-    registers: int | None = None  # at most, a thread
+    registers: int | None = None  # at most, a thread: one more program then fits beside others
 
 
 # By head width; measured on an H200.
 FORWARD = {
-    32: Tuning(64, 64, 4, 3, True),
-    64: Tuning(64, 64, 4, 3, True),
-    96: Tuning(64, 64, 4, 2),
-    128: Tuning(64, 64, 4, 2),
+    32: Tuning(64, 64, 4, 3),
+    64: Tuning(64, 64, 4, 3),
+    96: Tuning(64, 32, 4, 3),
+    128: Tuning(64, 32, 4, 3),
 }
 QUERY_GRADIENTS = {
     32: Tuning(64, 32, 4, 3),
@@ -68,10 +67,10 @@ QUERY_GRADIENTS = {
     128: Tuning(64, 32, 4, 2),
 }
 KEY_GRADIENTS = {
-    32: Tuning(32, 64, 4, 3),
-    64: Tuning(32, 64, 4, 3),
-    96: Tuning(32, 64, 4, 2),
-    128: Tuning(32, 64, 4, 2),
+    32: Tuning(32, 64, 4, 3, 128),
+    64: Tuning(32, 64, 4, 3, 128),
+    96: Tuning(32, 64, 4, 3),
+    128: Tuning(32, 64, 4, 3),
 }
 DRAWS = 1 << 31  # random numbers for dropout are from 0 to below this
 
@@ -147,10 +146,10 @@ def _launch(
     program whose block lies beyond its sequence returns at once.
     """
     _, _, heads, width = qkv.shape
-    rows, columns, warps, stages, split, registers = tuning
+    rows, columns, warps, stages, registers = tuning
     grid = (-(-longest // block), heads, len(order))
     depth = triton.next_power_of_2(width)
-    sizes = {"D": width, "DEPTH": depth, "ROWS": rows, "COLUMNS": columns, "SPLIT": split}
+    sizes = {"D": width, "DEPTH": depth, "ROWS": rows, "COLUMNS": columns}
     # Without dropout the pointer is never read, but it must be one.
     dropout = {"seed_ptr": order, "drop_below": 0, "keep": 1.0, "DROPOUT": False}
     if seed is not None:
@@ -283,7 +282,6 @@ def _forward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DROPOUT: tl.constexpr,
-    SPLIT: tl.constexpr,
 ) -> None:
     first, head = tl.program_id(0) * ROWS, tl.program_id(1)
     begin, length = _sequence(bounds_ptr, order_ptr)
@@ -300,7 +298,7 @@ def _forward(
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DEPTH], tl.float32)
-    whole = (length // COLUMNS) * COLUMNS if SPLIT else length
+    whole = (length // COLUMNS) * COLUMNS
     for start in range(0, whole, COLUMNS):
         maximum, denominator, acc = _forward_block(
             (maximum, denominator, acc),
@@ -320,30 +318,29 @@ def _forward(
             DEPTH,
             COLUMNS,
             DROPOUT,
-            not SPLIT,
+            False,
         )
-    if SPLIT:
-        if whole < length:
-            maximum, denominator, acc = _forward_block(
-                (maximum, denominator, acc),
-                q,
-                k_ptr,
-                v_ptr,
-                whole,
-                length,
-                begin,
-                rows,
-                head,
-                scale,
-                step,
-                seed_ptr,
-                drop_below,
-                D,
-                DEPTH,
-                COLUMNS,
-                DROPOUT,
-                True,
-            )
+    if whole < length:
+        maximum, denominator, acc = _forward_block(
+            (maximum, denominator, acc),
+            q,
+            k_ptr,
+            v_ptr,
+            whole,
+            length,
+            begin,
+            rows,
+            head,
+            scale,
+            step,
+            seed_ptr,
+            drop_below,
+            D,
+            DEPTH,
+            COLUMNS,
+            DROPOUT,
+            True,
+        )
     target = out_ptr + (begin + rows[:, None]) * hidden + head * D + depth[None, :]
     out = acc / (keep * denominator)[:, None]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -423,7 +420,6 @@ def _query_gradients(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DROPOUT: tl.constexpr,
-    SPLIT: tl.constexpr,
 ) -> None:
     first, head = tl.program_id(0) * ROWS, tl.program_id(1)
     begin, length = _sequence(bounds_ptr, order_ptr)
@@ -449,7 +445,7 @@ def _query_gradients(
     pair_offset = row_offset[:, None] * 2 + tl.arange(0, 2)[None, :]
     tl.store(pair_ptr + pair_offset, pair, mask=row_mask[:, None])
     dq = tl.zeros([ROWS, DEPTH], tl.float32)
-    whole = (length // COLUMNS) * COLUMNS if SPLIT else length
+    whole = (length // COLUMNS) * COLUMNS
     for start in range(0, whole, COLUMNS):
         dq = _query_block(
             dq,
@@ -473,34 +469,33 @@ def _query_gradients(
             DEPTH,
             COLUMNS,
             DROPOUT,
-            not SPLIT,
+            False,
         )
-    if SPLIT:
-        if whole < length:
-            dq = _query_block(
-                dq,
-                q,
-                grad,
-                lse,
-                delta,
-                k_ptr,
-                v_ptr,
-                whole,
-                length,
-                begin,
-                rows,
-                head,
-                scale,
-                step,
-                seed_ptr,
-                drop_below,
-                keep,
-                D,
-                DEPTH,
-                COLUMNS,
-                DROPOUT,
-                True,
-            )
+    if whole < length:
+        dq = _query_block(
+            dq,
+            q,
+            grad,
+            lse,
+            delta,
+            k_ptr,
+            v_ptr,
+            whole,
+            length,
+            begin,
+            rows,
+            head,
+            scale,
+            step,
+            seed_ptr,
+            drop_below,
+            keep,
+            D,
+            DEPTH,
+            COLUMNS,
+            DROPOUT,
+            True,
+        )
     target = qkv_grad_ptr + qkv_offset + rows[:, None] * step + depth
     tl.store(target, (dq * slope).to(qkv_grad_ptr.dtype.element_ty), mask=mask)
 
@@ -588,7 +583,6 @@ def _key_gradients(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DROPOUT: tl.constexpr,
-    SPLIT: tl.constexpr,
 ) -> None:
     first, head = tl.program_id(0) * COLUMNS, tl.program_id(1)
     begin, length = _sequence(bounds_ptr, order_ptr)
@@ -606,7 +600,7 @@ def _key_gradients(
     pair_ptr += 2 * (head.to(tl.int64) * tokens + begin)
     dk = tl.zeros([COLUMNS, DEPTH], tl.float32)
     dv = tl.zeros([COLUMNS, DEPTH], tl.float32)
-    whole = (length // ROWS) * ROWS if SPLIT else length
+    whole = (length // ROWS) * ROWS
     for start in range(0, whole, ROWS):
         dk, dv = _key_block(
             (dk, dv),
@@ -630,34 +624,33 @@ def _key_gradients(
             DEPTH,
             ROWS,
             DROPOUT,
-            not SPLIT,
+            False,
         )
-    if SPLIT:
-        if whole < length:
-            dk, dv = _key_block(
-                (dk, dv),
-                k,
-                v,
-                q_ptr,
-                grad_ptr,
-                pair_ptr,
-                whole,
-                length,
-                begin,
-                columns,
-                head,
-                scale,
-                step,
-                hidden,
-                seed_ptr,
-                drop_below,
-                keep,
-                D,
-                DEPTH,
-                ROWS,
-                DROPOUT,
-                True,
-            )
+    if whole < length:
+        dk, dv = _key_block(
+            (dk, dv),
+            k,
+            v,
+            q_ptr,
+            grad_ptr,
+            pair_ptr,
+            whole,
+            length,
+            begin,
+            columns,
+            head,
+            scale,
+            step,
+            hidden,
+            seed_ptr,
+            drop_below,
+            keep,
+            D,
+            DEPTH,
+            ROWS,
+            DROPOUT,
+            True,
+        )
     qkv_grad_ptr += qkv_offset + hidden
     tl.store(qkv_grad_ptr + key_offset, (dk * slope).to(qkv_grad_ptr.dtype.element_ty), mask=mask)
     tl.store(
