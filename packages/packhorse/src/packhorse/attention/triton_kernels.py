@@ -240,19 +240,15 @@ def _forward_block(
     depth = tl.arange(0, DEPTH)
     k_target = k_ptr + keys[None, :] * step + depth[:, None]
     v_target = v_ptr + keys[:, None] * step + depth[None, :]
+    k_mask, v_mask = (depth < D)[:, None], (depth < D)[None, :]
     if MASKED:
-        key_mask = keys < length
-        k = tl.load(k_target, mask=key_mask[None, :] & (depth < D)[:, None], other=0.0)
-        v = tl.load(v_target, mask=key_mask[:, None] & (depth < D)[None, :], other=0.0)
-        scores = tl.where(key_mask[None, :], tl.dot(q, k), float("-inf"))
-    elif D < DEPTH:
-        k = tl.load(k_target, mask=(depth < D)[:, None], other=0.0)
-        v = tl.load(v_target, mask=(depth < D)[None, :], other=0.0)
-        scores = tl.dot(q, k)
-    else:
-        k = tl.load(k_target)
-        v = tl.load(v_target)
-        scores = tl.dot(q, k)
+        k_mask &= (keys < length)[None, :]
+        v_mask &= (keys < length)[:, None]
+    k = tl.load(k_target, mask=k_mask, other=0.0)
+    v = tl.load(v_target, mask=v_mask, other=0.0)
+    scores = tl.dot(q, k)
+    if MASKED:
+        scores = tl.where((keys < length)[None, :], scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
     rescale = power_of_2(maximum - new_maximum)
     p = power_of_2(scores * scale - new_maximum[:, None])
@@ -377,16 +373,11 @@ def _query_block(
     keys = start + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)[None, :]
     offsets = keys[:, None] * step + depth
+    mask = depth < D
     if MASKED:
-        mask = (keys < length)[:, None] & (depth < D)
-        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
-        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
-    elif D < DEPTH:
-        k = tl.load(k_ptr + offsets, mask=depth < D, other=0.0)
-        v = tl.load(v_ptr + offsets, mask=depth < D, other=0.0)
-    else:
-        k = tl.load(k_ptr + offsets)
-        v = tl.load(v_ptr + offsets)
+        mask &= (keys < length)[:, None]
+    k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+    v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
     p = power_of_2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
     if MASKED:
         p = tl.where((keys < length)[None, :], p, 0.0)
@@ -534,22 +525,16 @@ def _key_block(
     depth = tl.arange(0, DEPTH)[None, :]
     q_offsets = queries[:, None] * step + depth
     grad_offsets = queries[:, None] * hidden + depth
-    pairs = queries[:, None] * 2 + tl.arange(0, 2)[None, :]
+    mask = depth < D
+    pair = pair_ptr + queries[:, None] * 2 + tl.arange(0, 2)[None, :]
     if MASKED:
-        row_mask = queries < length
-        mask = row_mask[:, None] & (depth < D)
-        q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
-        grad = tl.load(grad_ptr + grad_offsets, mask=mask, other=0.0)
         # Queries past the end and their gradients are 0, and so is what they add.
-        pair = tl.load(pair_ptr + pairs, mask=row_mask[:, None], other=0.0)
+        mask &= (queries < length)[:, None]
+        pair = tl.load(pair, mask=(queries < length)[:, None], other=0.0)
     else:
-        if D < DEPTH:
-            q = tl.load(q_ptr + q_offsets, mask=depth < D, other=0.0)
-            grad = tl.load(grad_ptr + grad_offsets, mask=depth < D, other=0.0)
-        else:
-            q = tl.load(q_ptr + q_offsets)
-            grad = tl.load(grad_ptr + grad_offsets)
-        pair = tl.load(pair_ptr + pairs)
+        pair = tl.load(pair)
+    q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0)
+    grad = tl.load(grad_ptr + grad_offsets, mask=mask, other=0.0)
     lse, delta = tl.split(pair)
     p = power_of_2(tl.dot(k, tl.trans(q)) * scale - lse[None, :])  # [COLUMNS, ROWS]
     dp = tl.dot(v, tl.trans(grad))
