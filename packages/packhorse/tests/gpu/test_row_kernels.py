@@ -114,7 +114,7 @@ def test_residual_sum_and_norm(tokens: int, width: int, rate: float, float8: boo
     seed = torch.randint(1 << 62, (), device=DEVICE)
     held = [t.cpu().double().requires_grad_() for t in (x, branch, weight, bias)]
     total = held[0] + rows.dropped(held[1], seed.cpu(), rate)
-    expected = F.layer_norm(total, (width,), *held[2:], 1e-12)
+    expected = F.layer_norm(total, (width,), held[2], held[3], 1e-12)
     expected.backward(grad.cpu().double() + second.cpu().double())
     grads = [t.grad for t in held if t.grad is not None]
 

@@ -431,7 +431,7 @@ def _query_gradients(
     row_offset = head.to(tl.int64) * tokens + begin + rows  # in [H, T]
     lse = tl.load(lse_ptr + row_offset, mask=row_mask, other=0.0)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-    # For `_key_gradients`, side by side: a load of 2 x ROWS numbers is one that Triton pipelines well.
+    # For `_key_gradients`, side by side: Triton then copies them to shared memory together.
     pair = tl.join(lse, delta)
     pair_offset = row_offset[:, None] * 2 + tl.arange(0, 2)[None, :]
     tl.store(pair_ptr + pair_offset, pair, mask=row_mask[:, None])

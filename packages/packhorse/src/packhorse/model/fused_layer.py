@@ -103,15 +103,14 @@ class _AfterAttention(torch.autograd.Function):
         last_eps: float,
         small: bool,
     ) -> Tensor:
-        mixed = _product(
-            attended, rows.rounded(attended, False)[:2] if small else None, out, out_bias
-        )
-        y, *y_small, y_moments = rows.add_norm(
+        attended_small = rows.rounded(attended, False)[:2] if small else None
+        mixed = _product(attended, attended_small, out, out_bias)
+        y, y_small, y_scale, y_moments = rows.add_norm(
             x, mixed, norm, norm_bias, eps, seeds[0], rate, small
         )
-        h = _product(y, y_small if small else None, up, up_bias)
+        h = _product(y, (y_small, y_scale) if small else None, up, up_bias)
         g, g_scale = rows.gelu(h, small)
-        fed = _product(h if small else g, (g, g_scale) if small else None, down, down_bias)
+        fed = _product(g, (g, g_scale) if small else None, down, down_bias)
         z, _, _, z_moments = rows.add_norm(y, fed, last, last_bias, last_eps, seeds[1], rate, False)
         kept = (x, attended, mixed, y, y_moments, h, h if small else g, fed, z_moments)
         ctx.save_for_backward(*kept, out, norm, up, down, last, seeds)
@@ -131,8 +130,8 @@ class _AfterAttention(torch.autograd.Function):
         )
         fed_grad = fed_grad if rate else y_grad
         g_grad = _product_back(fed_grad, fed_small if small else None, down)
-        h_grad, *h_small, g_again, up_bias_grad = rows.gelu_gradient(g_grad, h, small)
-        down_grad = fed_grad.t() @ (g_again if small else g)
+        h_grad, *h_small, again, up_bias_grad = rows.gelu_gradient(g_grad, h, small)
+        down_grad = fed_grad.t() @ (again if small else g)
         y_grad_by_up = _product_back(h_grad, h_small if small else None, up)
         up_grad = h_grad.t() @ y
 
@@ -151,15 +150,15 @@ class _AfterAttention(torch.autograd.Function):
         return x_grad, attended_grad, *first, *second, *third, None, None, None, None, None
 
 
-def _product(x: Tensor, small: Any, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _product(x: Tensor, small: Any, weight: Tensor, bias: Tensor) -> Tensor:
     """x·Wᵀ + b; in float8 if `small`, x in float8 and its scales, is given."""
     if small is None:
         return F.linear(x, weight, bias)
-    return float8.multiply(*small, *rows.rounded(weight, False)[:2], bias, x.dtype)
+    return float8.multiply(small, rows.rounded(weight, False)[:2], bias, bias.dtype)
 
 
 def _product_back(grad: Tensor, small: Any, weight: Tensor) -> Tensor:
     """The gradient of `_product`'s x."""
     if small is None:
         return grad @ weight
-    return float8.multiply(*small, *rows.rounded_columns(weight), None, grad.dtype)
+    return float8.multiply(small, rows.rounded_columns(weight), None, grad.dtype)

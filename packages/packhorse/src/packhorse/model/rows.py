@@ -152,7 +152,9 @@ def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def dropped(x: Tensor, seed: Tensor, rate: float) -> Tensor:
     """Dropout of x, [T, N], by a seed."""
-    return torch.where(keeps(seed, *x.shape, rate), x / (1 - rate), 0.0) if rate else x
+    if not rate:
+        return x
+    return torch.where(keeps(seed, x.shape[0], x.shape[1], rate), x / (1 - rate), 0.0)
 
 
 def keeps(seed: Tensor, tokens: int, width: int, rate: float) -> Tensor:
