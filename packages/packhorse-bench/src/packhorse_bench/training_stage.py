@@ -16,13 +16,19 @@ import torch
 from packhorse import attention, checkpoint, executable
 from packhorse.checkpoint import Checkpoint
 from packhorse.errors import InputError
-from packhorse.model import float8
 from packhorse.model.config import BertConfig
 from packhorse.reports import random_model
 from packhorse.reports.random_model import CONFIGS
 from packhorse.train import cost
 from packhorse.train.feed import StepBatches, TrainingFeed
-from packhorse.train.job import Placement, StepSchedule, TrainingJob, choose_placement, recorder_for
+from packhorse.train.job import (
+    Placement,
+    StepSchedule,
+    TrainingJob,
+    choose_placement,
+    recorder_for,
+    use_fast_layers,
+)
 from packhorse.train.objectives import Classify, Objective, Pretrain
 from packhorse.train.preparing import LabelSet, in_fp32, optimizer_for, prepare
 from packhorse.train.settings import TrainSettings
@@ -151,8 +157,7 @@ def _job(
     labels = LabelSet() if pretrains else LabelSet(("0", "1"))
     model, _ = prepare(settings, source, objective.heads, kernel, labels)
     model.model.train().to(place.device)
-    if place.float8:
-        float8.use(model.model.bert)
+    use_fast_layers(model.model.bert, place)
     compiled = place.device.type == "cuda" and kernel.serves.compiles_backward
     optimizer = optimizer_for(settings, model.model, place.half)
     if compiled:

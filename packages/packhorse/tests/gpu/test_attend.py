@@ -47,7 +47,7 @@ def gradient(model: nn.Module, packed: Packed) -> Tensor:
         (torch.float32, 32, "bucketed", 1e-5),
         (torch.bfloat16, 64, "fused", 2e-2),
         (torch.float16, 32, "fused", 3e-3),
-        (torch.bfloat16, 128, "varlen", 2e-2),
+        (torch.bfloat16, 128, "fused", 2e-2),
     ],
     ids=str,
 )

@@ -229,9 +229,13 @@ class BertLayer(nn.Module):
         self.up, self.down = _feed_forward(config)
         self.norm = AddNorm(config.hidden_size, config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
+        # The layer in few kernels while it trains (`model.fused_layer`), if it can.
+        self.fused: Callable[[BertLayer, Tensor, AttentionPlan], Tensor] | None = None
 
     def forward(self, x: Tensor, plan: AttentionPlan) -> Tensor:
         """[T, E] to [T, E]."""
+        if self.training and self.fused is not None:
+            return self.fused(self, x, plan)
         x = self.attention_norm(x, self.dropout(self.attention(x, plan)))
         return self.norm(x, self.dropout(self.down(self.up(x))))
 
@@ -328,7 +332,11 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, plan: AttentionPlan) -> Tensor:
         """[T, E] to [T, E]."""
-        return self.out(self.kernel(self._project(x), plan).flatten(1))
+        return self.out(self.attend(x, plan))
+
+    def attend(self, x: Tensor, plan: AttentionPlan) -> Tensor:
+        """What the heads attend to, side by side, before the output product."""
+        return self.kernel(self._project(x), plan).flatten(1)
 
     def _project(self, x: Tensor) -> Tensor:
         """[T, E] to [T, 3, H, D]."""

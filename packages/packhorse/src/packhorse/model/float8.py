@@ -2,8 +2,8 @@
 
 The forward product x·Wᵀ and the gradient of its input dY·W are multiplied in e4m3 (Micikevicius et
 al. 2022, FP8 formats for deep learning); the weight gradient dYᵀ·x stays in bf16. The advantages:
-scales are per row, so computing one is a reduction over a row that was just produced, which a
-compiler fuses with its producer (LayerNorm, GELU and its gradient); nothing large is transposed;
+scales are per row, so computing one is a reduction over a row that was just produced, which its
+producer does on the way (`model.fused_layer`); nothing large is transposed;
 and the sum over tens of thousands of tokens, where small errors would accumulate, keeps its
 precision. The third product would be faster in float8 too, but its rows are columns of the tensors
 at hand, and transposing them costs as much as it gains.
@@ -27,8 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from packhorse.model import rows
 from packhorse.model.bert import Bert
 
+Rounded = tuple[Tensor, Tensor]  # rows in float8, and their scales
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 SMALLEST = 1e-30  # lower bound of a row's largest number, so that a row of zeros has a scale
@@ -82,22 +84,32 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x, weight, bias)
+        if not x.is_cuda:
+            return product(x, weight, bias)
+        small = [rows.rounded(tensor, False)[:2] for tensor in (x, weight)]
+        return multiply(small[0], small[1], bias, x.dtype)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        return product(gradient, weight.t()), gradient.t() @ x, gradient.sum(0)
+        if not x.is_cuda:
+            return product(gradient, weight.t()), gradient.t() @ x, gradient.sum(0)
+        small, scale, bias_gradient = rows.rounded(gradient, True)
+        x_gradient = multiply((small, scale), rows.rounded_columns(weight), None, x.dtype)
+        return x_gradient, gradient.t() @ x, bias_gradient.to(x.dtype)
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a·bᵀ (+ bias) in float8: rows of a, [M, K], by rows of b, [N, K]."""
-    a8, a_scale = quantized(a)
-    b8, b_scale = quantized(b)
+    return multiply(quantized(a), quantized(b), bias, a.dtype)
+
+
+def multiply(a: Rounded, b: Rounded, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The same of operands in float8, each with the scales of its rows, [M, 1] and [N, 1]."""
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        a8, b8.t(), a_scale, b_scale.t(), bias, out_dtype=a.dtype, use_fast_accum=True
+        a[0], b[0].t(), a[1], b[1].t(), bias, out_dtype=dtype, use_fast_accum=True
     )
 
 

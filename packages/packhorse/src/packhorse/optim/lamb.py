@@ -17,7 +17,8 @@ were stored separately. This concerns only norms and ratios; everything else is 
 `update_one` is the reference, for one tensor. `update_together` does the same for many at once:
 torch's fused Adam, applied to λw instead of the weights with a learning rate of −1, leaves exactly
 d there, so that m, v and g are read once. That is 14 passes over the tensors' memory, where
-`_foreach` calls need 23. Norms and ratios stay on the device; the host never waits for it.
+`_foreach` calls need 23. Norms and ratios stay on the device; the host never waits for it. On CUDA,
+large tensors are updated one by one by `lamb_kernels`, in ten.
 
 A step that is recorded as a CUDA graph replays fixed arguments. For such a step the caller keeps
 what changes in tensors on the device: the learning rate in `lr`, and the number of the step in the
@@ -36,6 +37,8 @@ m and v (and `master`, if enabled) are fp32 for half-precision parameters, fp64 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +51,7 @@ FUSED = ("cpu", "cuda", "xpu", "mps")  # where torch has a fused Adam
 # bound the memory that the directions take.
 TOGETHER_ON_CPU = 1 << 20
 TOGETHER = 1 << 26
+LARGE = 1 << 18  # elements from which on CUDA kernels of our own take less time than their launch
 STEP_WITHOUT_CORRECTION = 1e30  # at this step βᵗ is 0, and bias correction divides by 1
 
 Group = dict[str, Any]
@@ -124,7 +128,8 @@ class LAMB(torch.optim.Optimizer):
                 ParameterUpdate.of(parameter, state, stacked)
                 for parameter, state, stacked in learning
             ]
-            for batch, fused in _batches(updates, groups[0]["foreach"]):
+            others = [update for update in updates if not _update_large(update, groups[0])]
+            for batch, fused in _batches(others, groups[0]["foreach"]):
                 _update(batch, fused, groups[0])
         return loss
 
@@ -201,6 +206,25 @@ class ParameterUpdate(NamedTuple):
             and (self.weight is self.parameter or self.weight.is_contiguous())
             and self.parameter.device.type in FUSED
         )
+
+
+def _update_large(update: ParameterUpdate, group: Group) -> bool:
+    """Update a large tensor on CUDA by kernels of its own; False if they do not serve it.
+
+    They take rates from the host, so steps that are recorded go without them.
+    """
+    serves = (
+        (update.parameter.device.type == "cuda" and update.m.numel() >= LARGE)
+        and (group["foreach"] and group["adapt"] and update.can_be_fused)
+        and update.weight.dtype == update.m.dtype == torch.float32
+        and not isinstance(group["lr"], Tensor)
+        and find_spec("triton") is not None
+    )
+    if serves:
+        kernels = import_module("packhorse.optim.lamb_kernels")
+        tensors = (update.parameter, update.weight, update.gradient, update.m, update.v)
+        kernels.update(*tensors, update.stacked, update.step, group)
+    return serves
 
 
 def _same_options(groups: list[Group]) -> Iterator[list[Group]]:

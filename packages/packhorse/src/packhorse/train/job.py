@@ -24,7 +24,8 @@ from packhorse import device as devices
 from packhorse.checkpoint import Checkpoint, adapters
 from packhorse.checkpoint.names.families import family_of
 from packhorse.errors import InputError, KernelError
-from packhorse.model import float8
+from packhorse.model import float8, fused_layer
+from packhorse.model.bert import Bert
 from packhorse.model.config import BertConfig
 from packhorse.model.model import Model
 from packhorse.optim import SCHEDULES, load_slots, packing_rule
@@ -238,7 +239,7 @@ def assemble(settings: TrainSettings, rank: int = 0, world: int = 1) -> Training
     if start and start.slots:
         load_slots(optimizer, model.named_parameters(), start.slots, start.step or 0)
     model.bert.recompute = settings.recompute
-    not_float8 = float8.use(model.bert) if place.float8 else []
+    not_float8 = use_fast_layers(model.bert, place)
     if compiled:
         executable.allow_every_bucket()
         executable.compile(model.bert.layers)
@@ -271,6 +272,17 @@ def lora_options(settings: TrainSettings) -> lora.LoraOptions:
         settings.lora_modules,
         str(path.resolve()) if path.exists() else _model_name(settings),
     )
+
+
+def use_fast_layers(bert: Bert, place: Placement) -> list[str]:
+    """Train in float8 if asked for, and by fused kernels where they serve.
+
+    Returns the names of products that cannot be float8.
+    """
+    not_float8 = float8.use(bert) if place.float8 else []
+    if fused_layer.serves(place.device, place.dtype):
+        fused_layer.use(bert)
+    return not_float8
 
 
 def recorder_for(settings: TrainSettings, place: Placement, compiled: bool) -> StepRecorder | None:

@@ -32,6 +32,7 @@ from packhorse.train.objectives.stats import (
     share_of_loss,
     single_process,
 )
+from packhorse.train.objectives.word_loss import word_loss
 
 if TYPE_CHECKING:
     from packhorse.data.packed.loader import PretrainingBatch
@@ -71,8 +72,8 @@ class Pretrain:
         """The batch's share of the step's loss, and its figures."""
         word_logits, *sentence_logits = model(batch.packed, *self.heads, at=batch.masked_at)
         weights = self.weigh(batch)
-        nll = F.cross_entropy(at_least_fp32(word_logits), batch.masked_ids, reduction="none")  # [M]
-        correct = (word_logits.detach().argmax(-1) == batch.masked_ids).to(nll.dtype)
+        nll, is_correct = word_loss(word_logits, batch.masked_ids)  # [M]
+        correct = is_correct.to(nll.dtype)
         shares = _shares(batch, nll.dtype)
         sums = [(nll * shares if self.average == "sequence" else nll).sum()]
         figures = {
