@@ -60,8 +60,9 @@ class Checkpoint:
     notes: tuple[str, ...] = ()  # what its reader changed or left out
     report: LoadReport = field(default_factory=LoadReport, repr=False)
     gelu: Gelu = field(default_factory=Gelu)
-    quantized: bool = False  # its file holds int8
-    kept: tuple[str, ...] = ()  # linear layers below `bert.layers` that are never int8
+    quantized: torch.dtype | None = None  # int8 or float8, if its file holds that
+    kept: tuple[str, ...] = ()  # linear layers below `bert.layers` that are neither
+    scales: dict[str, float] = field(default_factory=dict[str, float])  # of inputs of the others
     raw: dict[str, Any] = field(
         default_factory=dict[str, Any], repr=False
     )  # the configuration as read

@@ -1,0 +1,145 @@
+"""What lies between the float8 products of a BERT layer, in Triton: each reads its input once and
+writes what the next product reads.
+
+`cast` is an activation and the rounding to float8; `add_norm_cast` a residual sum and its
+LayerNorm, written in bf16 for the next sum and in float8 for the next product. Both are bound by
+the bytes that they move. GELU by torch's erf is not: it takes twice as long as its bytes. So GELU(x)
+is max(x, 0) - |x| Φ(-|x|) with Φ as 2 to a polynomial (as in product.c), one instruction for the
+exponential; it differs from the exact value by 2e-4 of |x| Φ(-|x|), a hundredth of what float8 rounds off.
+
+NaN stays NaN in all of them; numbers beyond the range of float8 become its largest.
+
+Shapes: T tokens, E hidden width, F feed-forward width.
+"""
+
+# Functions that Triton compiles cannot be typed: their arguments are pointers and tiles of its own.
+# pyright: reportUnknownParameterType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUntypedFunctionDecorator=false
+
+from __future__ import annotations
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from packhorse.cache import keep_compiled_code_private
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = tl.constexpr(448.0)
+ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+BLOCK = 4096  # numbers that a program of `cast` takes
+# log2(2 Φ(-t)) / t as a polynomial in t, fitted to 0..5 so that the largest relative error of Φ is
+# least; its first coefficient is negative, so that beyond 5 it goes to 0 as Φ does.
+C0 = tl.constexpr(-1.1487726649419165)
+C1 = tl.constexpr(-0.4657635451805306)
+C2 = tl.constexpr(-0.04685531229188285)
+C3 = tl.constexpr(0.005406515410636109)
+C4 = tl.constexpr(-0.00027797262127665645)
+
+
+def cast(
+    x: Tensor, steps: float, activation: str | None = None, block: int = BLOCK, warps: int = 8
+) -> Tensor:
+    """x [T, F], after the activation if there is one, in float8 that is `steps` times as large."""
+    keep_compiled_code_private()
+    x = x.contiguous()
+    out = torch.empty_like(x, dtype=E4M3)
+    grid = (-(-x.numel() // block),)
+    _cast[grid](x, out, steps, x.numel(), ACTIVATIONS[activation], block, num_warps=warps)
+    return out
+
+
+def add_norm_cast(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    steps: float,
+    rows: int = 1,
+    warps: int = 4,
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm of x + residual, [T, E]: in their dtype, and in float8 that is `steps` times as large."""
+    keep_compiled_code_private()
+    x, residual = x.contiguous(), residual.contiguous()
+    tokens, width = x.shape
+    out = torch.empty_like(x)
+    rounded = torch.empty_like(x, dtype=E4M3)
+    columns = triton.next_power_of_2(width)
+    grid = (-(-tokens // rows),)
+    _add_norm_cast[grid](
+        x, residual, weight, bias, out, rounded, eps, steps, tokens, width, rows, columns,
+        num_warps=warps,
+    )  # fmt: skip
+    return out, rounded
+
+
+@triton.jit
+def _saturated(x: tl.tensor) -> tl.tensor:
+    """Numbers beyond the range of float8 as its largest; NaN stays NaN."""
+    return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _activate(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+    if ACTIVATION == 0:
+        return x
+    t = tl.abs(x)
+    positive = 0.5 * (x + t)  # max(x, 0), but NaN for NaN
+    if ACTIVATION == 3:
+        return positive
+    if ACTIVATION == 2:  # x / (1 + exp(-2 √(2/π) (x + 0.044715 x³))), of -|x|
+        z = tl.exp2(t * (-2.302208198 - 0.1029432397 * t * t))
+        return positive - t * z / (1.0 + z)
+    power = C0 + t * (C1 + t * (C2 + t * (C3 + t * C4)))
+    return positive - t * tl.exp2(t * power - 1.0)
+
+
+@triton.jit
+def _cast(
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    steps: tl.tensor,
+    total: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < total, other=0.0).to(tl.float32)
+    y = _saturated(_activate(x, ACTIVATION) * steps)
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=at < total)
+
+
+@triton.jit
+def _add_norm_cast(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rounded_ptr: tl.tensor,
+    eps: tl.tensor,
+    steps: tl.tensor,
+    tokens: tl.tensor,
+    width: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < width
+    mask = (rows < tokens)[:, None] & inside[None, :]
+    at = rows[:, None] * width + columns[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    x += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(x, 1) / width
+    centered = tl.where(mask, x - mean[:, None], 0.0)
+    deviation = tl.sqrt(tl.sum(centered * centered, 1) / width + eps)
+    y = centered * (1.0 / deviation)[:, None] * weight[None, :] + bias[None, :]
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
+    rounded = _saturated(y * steps).to(rounded_ptr.dtype.element_ty)
+    tl.store(rounded_ptr + at, rounded, mask=mask)
