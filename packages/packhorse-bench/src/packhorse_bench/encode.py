@@ -329,7 +329,7 @@ def _torch_backend(backend: object) -> TorchBackend:
 
 
 def _candidates(request: EncodeRequest, folder: Path, setting: PeerSetting) -> list[Candidate]:
-    """Every engine to measure, ours first in each dtype; int8 last."""
+    """Every engine to measure, ours first in each dtype; int8 last, and float8 of ours alone."""
     names = request.peers
     if names is None:
         names = tuple(name for name in peers.PEERS if find_spec(name.replace("-", "_")))
@@ -346,6 +346,8 @@ def _candidates(request: EncodeRequest, folder: Path, setting: PeerSetting) -> l
                 packhorse_engine, folder, dtype, setting.device, request.budget, variant
             )
             candidates.append(Candidate(_engine_name(variant), dtype, open_ours))
+        if dtype == "float8":
+            continue
         candidates.extend(
             Candidate(n, dtype, partial(peers.PEERS[n], setting, dtype)) for n in names
         )

@@ -51,7 +51,7 @@ def test_no_result_depends_on_neighbors(make_model, kernel: str, dtype: torch.dt
 def test_no_result_of_int8_depends_on_neighbors(make_model, kernel: str) -> None:
     if not serves(kernel, torch.float32):
         pytest.skip(f"{kernel} does not serve fp32 here")
-    proofs = list(proof.prove(make_model(torch.float32), CPU, [kernel], packs=2, int8=True))
+    proofs = list(proof.prove(make_model(torch.float32), CPU, [kernel], packs=2, products=torch.int8))
     assert {p.dtype for p in proofs} == {"int8"}
     assert [p for p in proofs if not p.passed] == []
 

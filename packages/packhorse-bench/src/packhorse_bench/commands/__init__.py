@@ -175,7 +175,7 @@ def encode(
         int | None, flag("--tokens", help="Passages of the texts, of exactly so many tokens each.")
     ] = None,
     dtype: Annotated[
-        str, flag("--dtype", help="fp32, bf16, fp16, int8; several with commas.")
+        str, flag("--dtype", help="fp32, bf16, fp16, int8, float8; several with commas.")
     ] = "fp32",
     device: Annotated[str | None, flag("--device", help="cpu, cuda …")] = None,
     cpu: Cpu = None,

@@ -136,7 +136,7 @@ def load(
     try:
         ignored = building.drop_ignored(contents.tensors, ignore)
         task = str(adapter) if stored else None
-        canonical, form, chosen, dequantized = _canonical(
+        canonical, form, chosen, rounded = _canonical(
             source, contents, config, heads, gelu, task
         )
         building.check_encoder(ignored, canonical)
@@ -167,13 +167,15 @@ def load(
             checkpoint.model, canonical, table, torch.device(device), dtype, ignored
         )
         kept: tuple[str, ...] = ()
-        if dequantized:
+        scales: dict[str, float] = {}
+        if rounded.weights:
             weights = quantized.quantizable(checkpoint.model.state_dict())
             in_file = {
                 name: [canonical.name_in_file(part) for part in names.sources(name, table)]
                 for name in weights
             }
-            kept = quantized.kept_layers(in_file, dequantized)
+            kept = quantized.kept_layers(in_file, rounded)
+            scales = quantized.input_scales(in_file, rounded)
         bad_values = [] if allow_nonfinite else report.bad_values(dtype)
         building.raise_problems("the weights hold", bad_values)
     except CheckpointError as error:
@@ -187,8 +189,9 @@ def load(
         notes=notes + chosen + building.ignored_notes(ignored) + report.unused_notes(),
         report=report,
         gelu=form,
-        quantized=bool(dequantized),
+        quantized=rounded.dtype if rounded.weights else None,
         kept=kept,
+        scales=scales,
     )
 
 
@@ -204,8 +207,8 @@ def _canonical(
     heads: int | None,
     gelu: str | None,
     task: str | None,
-) -> tuple[CanonicalCheckpoint, Gelu, tuple[str, ...], set[str]]:
-    """The tensors by canonical name, the GELU, notes, and which tensors the file holds in int8.
+) -> tuple[CanonicalCheckpoint, Gelu, tuple[str, ...], quantized.RoundedTensors]:
+    """The tensors by canonical name, the GELU, notes, and what the file holds in int8 or float8.
 
     `contents.tensors` is emptied.
     """
@@ -223,13 +226,13 @@ def _canonical(
         tensors, names_in_file = gguf_names.from_gguf(tensors, raw)
         foreign = partial(gguf_names.tensor_name, raw)
     raw, form = choose_gelu(raw, contents, gelu)
-    dequantized = quantized.dequantize(raw, tensors)
-    if dequantized:
+    rounded = quantized.dequantize(raw, tensors)
+    if rounded.weights:
         raw = {key: value for key, value in raw.items() if key != quantized.KEY}
     chosen = stored_adapters.merge(tensors, raw, task)
     if source.layout:
         tensors |= sentence.read_tensors(source.layout)
-    return names.canonical(raw, tensors, names_in_file, foreign), form, chosen, dequantized
+    return names.canonical(raw, tensors, names_in_file, foreign), form, chosen, rounded
 
 
 def _variable_name(scope: str, name: str) -> str:

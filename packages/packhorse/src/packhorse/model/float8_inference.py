@@ -217,12 +217,12 @@ def _watched(linear: Mapping[str, nn.Linear], largest: dict[str, Tensor]) -> Ite
 def use_float8(
     bert: Bert, scales: Mapping[str, float], kept: Collection[str] = (), fuse: bool = True
 ) -> None:
-    """Replace the linear layers in place, for inference, but those whose names are `kept`.
+    """Replace the linear layers in place, for inference, but those `kept` or without a scale.
 
     `scales` are those of `calibrate`. fuse: use `Float8Layer` where it can run.
     """
     for name, linear in linear_layers(bert).items():
-        if name in kept:
+        if name in kept or name not in scales:
             continue
         parent, _, attribute = name.rpartition(".")
         setattr(bert.layers.get_submodule(parent), attribute, Float8Product(linear, scales[name]))
