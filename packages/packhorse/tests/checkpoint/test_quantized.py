@@ -215,9 +215,7 @@ def test_float8_has_weights_and_inputs_with_a_scale_each(source: Path, float8_fo
     assert inputs["dynamic"] is False and inputs["strategy"] == "tensor"
 
 
-def test_what_was_written_loads_as_the_same_float8_model(
-    source: Path, float8_folder: Path
-) -> None:
+def test_what_was_written_loads_as_the_same_float8_model(source: Path, float8_folder: Path) -> None:
     """Scales and weights come back, so that results are equal to the bit, and on a CPU it is fp32
     unless float8 is named.
     """
@@ -234,7 +232,9 @@ def test_what_was_written_loads_as_the_same_float8_model(
     second = packhorse.load(twice, device="cpu", dtype="float8")
     for a, b in zip(after.hidden(TEXTS), second.hidden(TEXTS), strict=True):
         np.testing.assert_allclose(a.states, b.states, atol=1e-5)
-    assert after.fingerprint == packhorse.load(float8_folder, device="cpu", dtype="float8").fingerprint
+    assert (
+        after.fingerprint == packhorse.load(float8_folder, device="cpu", dtype="float8").fingerprint
+    )
 
 
 def test_scales_of_inputs_are_part_of_the_fingerprint(float8_folder: Path, tmp_path: Path) -> None:
@@ -262,9 +262,7 @@ def test_layers_that_are_kept_stay_floats_in_float8_too(source: Path, tmp_path: 
     assert "Float8" in type(layers[1].down).__name__
 
 
-def test_a_file_without_scales_of_inputs_is_calibrated(
-    float8_folder: Path, tmp_path: Path
-) -> None:
+def test_a_file_without_scales_of_inputs_is_calibrated(float8_folder: Path, tmp_path: Path) -> None:
     def dynamic(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.endswith("input_scale")]:
             del tensors[name]
@@ -273,7 +271,9 @@ def test_a_file_without_scales_of_inputs_is_calibrated(
     assert checkpoint.load(path).scales == {}
     own = packhorse.load(float8_folder, device="cpu", dtype="float8").hidden(TEXTS)[1].states
     built_in = packhorse.load(path, device="cpu", dtype="float8").hidden(TEXTS)[1].states
-    cosines = (own * built_in).sum(1) / np.linalg.norm(own, axis=1) / np.linalg.norm(built_in, axis=1)
+    cosines = (
+        (own * built_in).sum(1) / np.linalg.norm(own, axis=1) / np.linalg.norm(built_in, axis=1)
+    )
     assert cosines.min() > 0.99
 
 
@@ -298,4 +298,4 @@ def test_compressed_tensors_reads_float8_too(float8_folder: Path) -> None:
         model(input_ids=ids)  # the first call decompresses
     ours = checkpoint.load(float8_folder).model.state_dict()
     theirs = model.state_dict()["encoder.layer.0.output.dense.weight"]
-    torch.testing.assert_close(theirs.float(), ours["bert.layers.0.down.weight"], rtol=5e-3, atol=0)
+    torch.testing.assert_close(theirs.float(), ours["bert.layers.0.down.weight"], rtol=1e-6, atol=0)

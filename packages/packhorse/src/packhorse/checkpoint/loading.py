@@ -136,9 +136,7 @@ def load(
     try:
         ignored = building.drop_ignored(contents.tensors, ignore)
         task = str(adapter) if stored else None
-        canonical, form, chosen, rounded = _canonical(
-            source, contents, config, heads, gelu, task
-        )
+        canonical, form, chosen, rounded = _canonical(source, contents, config, heads, gelu, task)
         building.check_encoder(ignored, canonical)
         max_positions = max_positions or contents.max_positions
         if vocab_size or max_positions:

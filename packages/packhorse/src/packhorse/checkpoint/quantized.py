@@ -109,9 +109,7 @@ def kept_layers(sources: Mapping[str, Sequence[str]], stored: RoundedTensors) ->
     return tuple(_layer(name) for name in floats)
 
 
-def input_scales(
-    sources: Mapping[str, Sequence[str]], stored: RoundedTensors
-) -> dict[str, float]:
+def input_scales(sources: Mapping[str, Sequence[str]], stored: RoundedTensors) -> dict[str, float]:
     """The scales of inputs by linear layer below `LAYERS`; of joined weights the largest."""
     return {
         _layer(name): max(stored.inputs[part] for part in parts)

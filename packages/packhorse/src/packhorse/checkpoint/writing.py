@@ -96,7 +96,9 @@ def _rounded(
             name: torch.tensor(place, dtype=torch.int32).expand(state[name].shape)
             for name, place in order.items()
         }
-        _, marks = names.export(checkpoint.raw, checkpoint.config, marks, checkpoint.model.heads.keys())
+        _, marks = names.export(
+            checkpoint.raw, checkpoint.config, marks, checkpoint.model.heads.keys()
+        )
         values = list(numbers.values())
         return {
             name: values[int(mark.flatten()[0])]
@@ -107,10 +109,12 @@ def _rounded(
     if products == torch.int8:
         return quantized.quantize(raw, tensors, set(foreign(dict.fromkeys(weights, 0.0))))
     of_weights = foreign(quantized.weight_scales(state, weights))
-    of_inputs = foreign({
-        name: checkpoint.scales[name.removeprefix(quantized.LAYERS).removesuffix(".weight")]
-        for name in weights
-    })
+    of_inputs = foreign(
+        {
+            name: checkpoint.scales[name.removeprefix(quantized.LAYERS).removesuffix(".weight")]
+            for name in weights
+        }
+    )
     scales = {name: (scale, of_inputs[name]) for name, scale in of_weights.items()}
     return quantized.to_e4m3(raw, tensors, scales)
 

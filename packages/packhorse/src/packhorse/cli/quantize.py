@@ -29,10 +29,13 @@ def quantize(
     *,
     dtype: Annotated[
         Literal["int8", "float8"],
-        Parameter(help="Number format of the products: int8 for CPUs, float8 for GPUs from Ada on."),
+        Parameter(
+            help="Number format of the products: int8 for CPUs, float8 for GPUs from Ada on."
+        ),
     ] = "int8",
     device: Annotated[
-        str | None, Parameter(help="For float8: where to measure; default the accelerator, else cpu.")
+        str | None,
+        Parameter(help="For float8: where to measure; default the accelerator, else cpu."),
     ] = None,
     calibrate: Annotated[
         str | None,

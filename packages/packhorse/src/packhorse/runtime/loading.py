@@ -29,8 +29,8 @@ from packhorse.model.heads import Embed
 from packhorse.model.retrieval import MultiVector
 from packhorse.runtime import cores
 from packhorse.runtime import invariant as shapes
-from packhorse.runtime.calibration import input_scales
 from packhorse.runtime.backend import Graphs, TorchBackend
+from packhorse.runtime.calibration import input_scales
 from packhorse.runtime.encoder import TOKENS_PER_BATCH, Encoder
 from packhorse.runtime.packed_onnx import open_packed
 
