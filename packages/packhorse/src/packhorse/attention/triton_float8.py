@@ -15,6 +15,8 @@ Shapes: T tokens, S sequences, H heads, D head width, B blocks of queries.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -57,7 +59,8 @@ def forward(qkv: Tensor, listed: Tensor, steps: float, tuning: Tuning | None = N
     tokens, _, heads, width = qkv.shape
     rows, columns, warps, stages = tuning or FORWARD[width]
     out = torch.empty((tokens, heads, width), dtype=E4M3, device=qkv.device)
-    _forward[(heads, len(listed))](
+    kernel: Any = _forward
+    kernel[(heads, len(listed))](
         qkv, out, listed, width**-0.5 * LOG2_E, steps, heads * width,
         width, rows, columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip

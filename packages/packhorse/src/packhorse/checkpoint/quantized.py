@@ -1,6 +1,6 @@
-"""Weights stored in int8 or float8, in the layout of compressed-tensors, which llm-compressor writes
-and vLLM reads: `weight` holds rounded numbers, `weight_scale` their step (int8: [channels, 1], one
-per output channel; float8: [1]), and the configuration names the scheme under
+"""Weights stored in int8 or float8, in the layout of compressed-tensors, which llm-compressor
+writes and vLLM reads: `weight` holds rounded numbers, `weight_scale` their step (int8: [channels,
+1], one per output channel; float8: [1]), and the configuration names the scheme under
 `quantization_config`. float8 has an `input_scale` too, of what the weight is multiplied by.
 
 A file holds rounded numbers and what they stand for is loaded, so that every dtype runs such a

@@ -41,9 +41,9 @@ def write(
     """Write a folder that transformers ("hf"), TensorFlow ("tf1") or ONNX Runtime ("onnx") loads.
 
     The tokenizer is copied from the checkpoint's folder. Keys of its configuration that are not
-    understood here are kept. products: int8 or float8, to store the encoder's linear layers in ("hf"
-    alone), but those that are `kept`, as `checkpoint.quantized` describes; the checkpoint must be
-    in fp32, and for float8 have the scales of all inputs.
+    understood here are kept. products: int8 or float8, to store the encoder's linear layers in
+    ("hf" alone), but those that are `kept`, as `checkpoint.quantized` describes; the checkpoint
+    must be in fp32, and for float8 have the scales of all inputs.
     """
     if to not in WRITERS:
         raise InputError(f"cannot write {to!r}; the formats are {', '.join(WRITERS)}")

@@ -39,8 +39,8 @@ def prove(
     dtype: Annotated[
         str | None,
         Parameter(
-            help="fp32, bf16, fp16, fp64, int8 or float8, several separated by commas; default all floats "
-            "that the hardware computes."
+            help="fp32, bf16, fp16, fp64, int8 or float8, several separated by commas; default all "
+            "floats that the hardware computes."
         ),
     ] = None,
     kernel: Annotated[

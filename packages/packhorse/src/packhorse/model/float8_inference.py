@@ -8,10 +8,10 @@ whatever makes a tensor can write it in float8, and a neighbor changes no bit of
 beyond the range become its largest; NaN stays NaN.
 
 Sums, norms, GELU and attention's scores are not float8: hidden states are bf16 on CUDA.
-`Float8Product` is a linear layer; a layer of BERT on CUDA runs as `Float8Layer`, in which attention,
-GELU and norms write float8 themselves (`float8_kernels`). Where a device has no float8 products,
-they are computed from the same rounded numbers in fp32: equal up to the rounding of sums, at the
-speed of fp32.
+`Float8Product` is a linear layer; a layer of BERT on CUDA runs as `Float8Layer`, in which
+attention, GELU and norms write float8 themselves (`float8_kernels`). Where a device has no float8
+products, they are computed from the same rounded numbers in fp32: equal up to the rounding of sums,
+at the speed of fp32.
 
 Shapes: T tokens, E hidden width, K inputs and N outputs of a product, H heads, D head width.
 """
@@ -126,11 +126,13 @@ class Float8Layer(nn.Module):
     def __init__(self, layer: BertLayer) -> None:
         super().__init__()
         attention, up = layer.attention, layer.up
-        products = (attention.qkv, attention.out, up.dense, layer.down)
-        if not all(isinstance(product, Float8Product) for product in products):
-            raise KernelError("only a layer whose products are all float8 can be fused")
+        if not isinstance(attention, SelfAttention) or not isinstance(up, UpProjection):
+            raise KernelError("only a plain layer can be fused")
         self.attention = attention  # for its kernel, which may be replaced
-        self.qkv, self.out, self.up, self.down = products
+        self.qkv = _product(attention.qkv)
+        self.out = _product(attention.out)
+        self.up = _product(up.dense)
+        self.down = _product(layer.down)
         self.activation = up.activation
         self.attention_norm = layer.attention_norm
         self.norm = layer.norm
@@ -176,6 +178,12 @@ class Float8Layer(nn.Module):
 
         rows = triton_float8.FORWARD[self.attention.shape[-1]][0]
         return triton_float8.blocks(plan.cu_seqlens, plan.order, len(x), rows)
+
+
+def _product(module: nn.Module) -> Float8Product:
+    if not isinstance(module, Float8Product):
+        raise KernelError("only a layer whose products are all float8 can be fused")
+    return module
 
 
 def linear_layers(bert: Bert) -> dict[str, nn.Linear]:

@@ -3,9 +3,10 @@ writes what the next product reads.
 
 `cast` is an activation and the rounding to float8; `add_norm_cast` a residual sum and its
 LayerNorm, written in bf16 for the next sum and in float8 for the next product. Both are bound by
-the bytes that they move. GELU by torch's erf is not: it takes twice as long as its bytes. So GELU(x)
-is max(x, 0) - |x| Φ(-|x|) with Φ as 2 to a polynomial (as in product.c), one instruction for the
-exponential; it differs from the exact value by 2e-4 of |x| Φ(-|x|), a hundredth of what float8 rounds off.
+the bytes that they move. GELU by torch's erf is not: it takes twice as long as its bytes. So
+GELU(x) is max(x, 0) - |x| Φ(-|x|) with Φ as 2 to a polynomial (as in product.c), one instruction
+for the exponential; it differs from the exact value by 2e-4 of |x| Φ(-|x|), a hundredth of what
+float8 rounds off.
 
 NaN stays NaN in all of them; numbers beyond the range of float8 become its largest.
 
@@ -18,6 +19,8 @@ Shapes: T tokens, E hidden width, F feed-forward width.
 # pyright: reportUntypedFunctionDecorator=false
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -42,12 +45,13 @@ C4 = tl.constexpr(-0.00027797262127665645)
 def cast(
     x: Tensor, steps: float, activation: str | None = None, block: int = BLOCK, warps: int = 8
 ) -> Tensor:
-    """x [T, F], after the activation if there is one, in float8 that is `steps` times as large."""
+    """x [T, F] in float8 that is `steps` times as large, after the activation if there is one."""
     keep_compiled_code_private()
     x = x.contiguous()
     out = torch.empty_like(x, dtype=E4M3)
     grid = (-(-x.numel() // block),)
-    _cast[grid](x, out, steps, x.numel(), ACTIVATIONS[activation], block, num_warps=warps)
+    kernel: Any = _cast
+    kernel[grid](x, out, steps, x.numel(), ACTIVATIONS[activation], block, num_warps=warps)
     return out
 
 
@@ -61,7 +65,7 @@ def add_norm_cast(
     rows: int = 1,
     warps: int = 4,
 ) -> tuple[Tensor, Tensor]:
-    """LayerNorm of x + residual, [T, E]: in their dtype, and in float8 that is `steps` times as large."""
+    """LayerNorm of x + residual [T, E], in their dtype and in float8 `steps` times as large."""
     keep_compiled_code_private()
     x, residual = x.contiguous(), residual.contiguous()
     tokens, width = x.shape
@@ -69,7 +73,8 @@ def add_norm_cast(
     rounded = torch.empty_like(x, dtype=E4M3)
     columns = triton.next_power_of_2(width)
     grid = (-(-tokens // rows),)
-    _add_norm_cast[grid](
+    kernel: Any = _add_norm_cast
+    kernel[grid](
         x, residual, weight, bias, out, rounded, eps, steps, tokens, width, rows, columns,
         num_warps=warps,
     )  # fmt: skip

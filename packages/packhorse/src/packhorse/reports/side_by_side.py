@@ -112,7 +112,9 @@ def padded_by_ours(encoder: Encoder) -> Run:
 
 
 def padded_by_transformers(encoder: Encoder, model: str, batch_size: int) -> Run:
-    """Run transformers in the encoder's precision, its floats if products are int8 or float8; vectors are normalized means."""
+    """Run transformers in the encoder's precision, or that of what ours does not round to int8 or
+    float8; vectors are normalized means.
+    """
     folder = hub.resolve(model)
     layout = sentence.read(folder)
     home = layout.transformer if layout else folder

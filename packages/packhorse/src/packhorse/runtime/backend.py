@@ -1,7 +1,9 @@
 """The torch model as a backend: `backend(packed, heads) -> tensors`, on its device, in its dtype.
 
 On a CPU linear layers are frozen (prepared once for inference). The encoder's products may be int8
-there, and float8 everywhere. With `graphs` a batch is padded to a bucket and the layers are compiled for it (all layers
+there, and float8 everywhere.
+
+With `graphs` a batch is padded to a bucket and the layers are compiled for it (all layers
 share the compiled code of one), and on CUDA the encoder is recorded as a graph: a bucket is
 prepared once and then costs one launch. Heads with an output per sequence are recorded with it,
 because to launch their few small kernels takes as long as the graph of a short text; the others run

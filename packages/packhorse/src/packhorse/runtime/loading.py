@@ -1,9 +1,9 @@
 """Load a model and decide where and how it runs: device, number format, attention kernel.
 
 `dtype="auto"` is measured, not guessed: each format that the device computes in hardware encodes
-the same texts, and the fastest whose vectors stay within cosine 0.999 of fp32 is taken. int8
-and float8 are never among them. `invariant` is the opposite trade: batches are padded to fixed shapes so that
-results are equal bit by bit.
+the same texts, and the fastest whose vectors stay within cosine 0.999 of fp32 is taken. int8 and
+float8 are never among them. `invariant` is the opposite trade: batches are padded to fixed shapes
+so that results are equal bit by bit.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def load(
     A file that `packhorse onnx pack` wrote runs on ONNX Runtime as it is.
 
     device: "cpu", "cuda" …; by default the accelerator, if there is one. dtype: "fp32", "bf16",
-    "fp16", "int8" (matrix products on a CPU, see `model.int8`), "float8" (matrix products on CUDA, see
-    `model.float8_inference`) or "auto"; by default fp32 on a CPU and bf16 on CUDA, or int8 or
-    float8 where the file holds that and the device is faster with it. kernel: an attention kernel by
-    name; by default the fastest that supports device and dtype. graphs: compile each bucket of
+    "fp16", "int8" (matrix products on a CPU, see `model.int8`), "float8" (matrix products on CUDA,
+    see `model.float8_inference`) or "auto"; by default fp32 on a CPU and bf16 on CUDA, or int8 or
+    float8 where the file holds that and the device is faster with it. kernel: an attention kernel
+    by name; by default the fastest that supports device and dtype. graphs: compile each bucket of
     shapes, and on CUDA replay it as a graph; "small" only does the latter, for batches of up to
     16,384 tokens, which take longer to launch than to compute. budget: tokens per batch. invariant:
     the result for a text is the same bit by bit whatever its neighbors, its position and the batch,
@@ -79,9 +79,9 @@ def load(
     it. gelu: "erf" or "tanh", if no graph shows which GELU it is. ignore: patterns of tensor names
     in the file that are not part of the model. adapter: a LoRA folder in PEFT's layout or its hub
     id, merged into the weights; or the name of an adapter that the model's own file has (Jina's
-    embeddings v3). adapters: several, by name, each opened beside the model; see
-    `Encoder.adapted`. truncate_dim: keep so many numbers of each vector, as models do that were
-    trained for it (Matryoshka); by default those that the model's folder names, else all.
+    embeddings v3). adapters: several, by name, each opened beside the model; see `Encoder.adapted`.
+    truncate_dim: keep so many numbers of each vector, as models do that were trained for it
+    (Matryoshka); by default those that the model's folder names, else all.
 
     Sets the environment variables `LRU_CACHE_CAPACITY` and `ONEDNN_PRIMITIVE_CACHE_CAPACITY`,
     unless they are set, so that torch caches few prepared matrix products.

@@ -40,7 +40,8 @@ def open_gate(task: GateTask, path: Path, limit: int | None = None) -> Score:
     rows = read_labeled(path, TableLayout(scale=scale), problem="regression")
     if not isinstance(rows.texts[0], tuple):
         raise InputError(f"{path}: similarity needs pairs of texts")
-    pairs, scores = rows.texts[:limit], rows.targets[:limit]
+    pairs = rows.texts[:limit]
+    scores: list[Any] = [*rows.targets[:limit]]  # numbers, in a regression
     return lambda encoder: similarity.judge(reader(encoder, "embed"), pairs, scores)[
         "cosine_spearman"
     ]
