@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from packhorse.attention.fused import Fused, FusedPlan
 from packhorse.attention.kernels import AttentionPlan
-from packhorse.device import float8_products
+from packhorse.device import fast_float8, float8_products
 from packhorse.errors import KernelError
 from packhorse.model.bert import AddNorm, Bert, BertLayer, SelfAttention, UpProjection
 from packhorse.packing.batch import Packed
@@ -39,6 +39,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 SMALLEST = 1e-12  # of a scale, for an input that was always 0
 HEADROOM = 2.0  # the largest number of an input, over the largest that calibration saw
+WIDTH = 256  # of a tile of `float8_product`
 MULTIPLE = 16  # torch._scaled_mm needs both sides of a weight to be multiples of this
 
 
@@ -84,6 +85,7 @@ class Float8Product(nn.Module):
         self.dtype = dtype  # of the results
         self.scale = max(scale, SMALLEST)
         self.steps = 1 / self.scale
+        self.factor = self.scale * rounded.scale  # of a product of float8 numbers
         self.native = float8_products(device)
         self.register_buffer("weight", rounded.values if self.native else rounded.dequantize())
         numbers = partial(torch.tensor, dtype=torch.float32, device=device)
@@ -136,6 +138,8 @@ class Float8Layer(nn.Module):
         self.activation = up.activation
         self.attention_norm = layer.attention_norm
         self.norm = layer.norm
+        # The first product of the feed-forward is ours, with its activation, on Hopper.
+        self.one_kernel = fast_float8(self.up.weight.device) and not self.up.outputs % WIDTH
         self.next_steps: float | None = None  # of the float8 that the following layer reads
 
     def forward(self, x: Tensor | Float8Hidden, plan: AttentionPlan) -> Tensor | Float8Hidden:
@@ -150,8 +154,7 @@ class Float8Layer(nn.Module):
         hidden, rounded = add_norm_cast(
             self.out.multiply(attended), hidden, norm.weight, norm.bias, norm.eps, self.up.steps
         )
-        wide = cast(self.up.multiply(rounded), self.down.steps, self.activation)
-        y = self.down.multiply(wide)
+        y = self.down.multiply(self._widened(rounded))
         norm = self.norm
         if self.next_steps is None:
             return norm(y, hidden)
@@ -159,6 +162,17 @@ class Float8Layer(nn.Module):
             y, hidden, norm.weight, norm.bias, norm.eps, self.next_steps
         )
         return Float8Hidden(hidden, rounded, blocks)
+
+    def _widened(self, x: Tensor) -> Tensor:
+        """The feed-forward's first half of x in float8: [T, E] to [T, F] in float8."""
+        from packhorse.model.float8_kernels import cast
+
+        up, steps = self.up, self.down.steps
+        if not self.one_kernel or up.bias is None:
+            return cast(up.multiply(x), steps, self.activation)
+        from packhorse.model.float8_product import product
+
+        return product(x, up.weight, up.bias, up.factor, steps, self.activation)
 
     def _attend(self, qkv: Tensor, plan: AttentionPlan, blocks: Tensor | None) -> Tensor:
         """[T, 3 E] to [T, E] in float8."""
