@@ -48,7 +48,13 @@ def blocks(bounds: Tensor, order: Tensor, tokens: int, rows: int) -> Tensor:
     return torch.stack([column.int() for column in columns], 1).contiguous()
 
 
-def forward(qkv: Tensor, listed: Tensor, steps: float, tuning: Tuning | None = None) -> Tensor:
+def forward(
+    qkv: Tensor,
+    listed: Tensor,
+    steps: float,
+    tuning: Tuning | None = None,
+    most_registers: int | None = None,
+) -> Tensor:
     """Attention over qkv [T, 3, H, D]: [T, H, D] in float8, `steps` times as large.
 
     `listed` are the `blocks` for the number of rows that the tuning has.
