@@ -75,7 +75,7 @@ def product(
         TensorDescriptor.from_tensor(weight, [columns, depth]),
         TensorDescriptor.from_tensor(out, [rows, columns]),
         bias, scale, steps, log2(steps), tokens, outputs, inputs,
-        rows, columns, depth, group, programs, flatten, ACTIVATIONS[activation],
+        rows, columns, depth, group, flatten, ACTIVATIONS[activation],
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
@@ -102,12 +102,12 @@ def _product(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ) -> None:
     down, across = tl.cdiv(tokens, ROWS), tl.cdiv(outputs, COLUMNS)
-    for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=FLATTEN):
+    step = tl.num_programs(0)
+    for tile in tl.range(tl.program_id(0), down * across, step, flatten=FLATTEN):
         first = tile // (GROUP * across) * GROUP
         size = min(down - first, GROUP)
         row = (first + tile % (GROUP * across) % size) * ROWS
