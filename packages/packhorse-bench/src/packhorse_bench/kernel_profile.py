@@ -1,10 +1,10 @@
 """Where the time of a batch goes on a GPU: its kernels with time, share, bytes and bound.
 
-Names and times are those of torch's profiler over a few runs of the fullest batch of a workload. The
-bytes of a kernel are the fewest that it must move, each input read and each output written once; its
-bound is the longer of these bytes at the rate of a large copy and its arithmetic at the rate of a
-large product, both measured in the same run. They are given where the layers are known: for the
-matrix products of BERT's layers and for our kernels of float8 inference.
+Names and times are those of torch's profiler over a few runs of the fullest batch of a workload.
+The bytes of a kernel are the fewest that it must move, each input read and each output written
+once; its bound is the longer of these bytes at the rate of a large copy and its arithmetic at the
+rate of a large product, both measured in the same run. They are given where the layers are known:
+for the matrix products of BERT's layers and for our kernels of float8 inference.
 
 Shapes: T tokens, E hidden width, F feed-forward width.
 """
@@ -186,6 +186,7 @@ def _float8_work(config: BertConfig, packed: Packed) -> dict[str, Work]:
 
 def _launches(run: Callable[[], object]) -> list[Launch]:
     """The kernels of `RUNS` calls; the calls before prepare what is prepared once."""
+    from torch.autograd.profiler import DeviceType
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
@@ -199,7 +200,7 @@ def _launches(run: Callable[[], object]) -> list[Launch]:
     events = [
         event
         for event in recorded.events() or []
-        if event.device_type == torch.autograd.DeviceType.CUDA and event.device_time > 0
+        if event.device_type == DeviceType.CUDA and event.device_time > 0
     ]
     events.sort(key=lambda event: event.time_range.start)
     return [Launch(event.name, event.device_time) for event in events]
@@ -213,7 +214,7 @@ def _ceilings(device: torch.device) -> Ceilings:
     one = torch.ones((), device=device)
 
     def multiply() -> object:
-        return torch._scaled_mm(
+        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             narrow, narrow.t(), one, one, out_dtype=a.dtype, use_fast_accum=True
         )
 
