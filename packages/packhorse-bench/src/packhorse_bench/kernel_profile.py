@@ -186,7 +186,6 @@ def _float8_work(config: BertConfig, packed: Packed) -> dict[str, Work]:
 
 def _launches(run: Callable[[], object]) -> list[Launch]:
     """The kernels of `RUNS` calls; the calls before prepare what is prepared once."""
-    from torch.autograd.profiler import DeviceType
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
@@ -200,7 +199,7 @@ def _launches(run: Callable[[], object]) -> list[Launch]:
     events = [
         event
         for event in recorded.events() or []
-        if event.device_type == DeviceType.CUDA and event.device_time > 0
+        if str(event.device_type) == "DeviceType.CUDA" and event.device_time > 0
     ]
     events.sort(key=lambda event: event.time_range.start)
     return [Launch(event.name, event.device_time) for event in events]

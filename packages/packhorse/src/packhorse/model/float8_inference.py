@@ -190,8 +190,10 @@ class Float8Layer(nn.Module):
             return None
         from packhorse.attention import triton_float8
 
-        rows = triton_float8.FORWARD[self.attention.shape[-1]][0]
-        return triton_float8.blocks(plan.cu_seqlens, plan.order, len(x), rows)
+        tuning = triton_float8.FORWARD.get(self.attention.shape[-1])
+        if tuning is None:  # `fused` may serve heads that were not tuned here
+            return None
+        return triton_float8.blocks(plan.cu_seqlens, plan.order, len(x), tuning[0])
 
 
 def _product(module: nn.Module) -> Float8Product:
