@@ -53,7 +53,6 @@ def forward(
     listed: Tensor,
     steps: float,
     tuning: Tuning | None = None,
-    most_registers: int | None = None,
 ) -> Tensor:
     """Attention over qkv [T, 3, H, D]: [T, H, D] in float8, `steps` times as large.
 
@@ -67,7 +66,7 @@ def forward(
     kernel: Any = _forward
     kernel[(heads, len(listed))](
         qkv, out, listed, width**-0.5 * LOG2_E, steps, heads * width,
-        width, rows, columns, num_warps=warps, num_stages=stages, maxnreg=most_registers,
+        width, rows, columns, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -129,77 +128,3 @@ def _forward(
     rounded = acc * (steps / denominator)[:, None]
     target = out_ptr + (begin + rows[:, None]) * hidden + head * D + depth[None, :]
     tl.store(target, rounded.to(out_ptr.dtype.element_ty), mask=row_mask[:, None])
-
-
-def forward_tiles(
-    qkv: Tensor, listed: Tensor, steps: float, tuning: Tuning, most_registers: int | None = None
-) -> Tensor:
-    """The same by the tensor memory accelerator of Hopper."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    keep_compiled_code_private()
-    qkv = qkv.contiguous()
-    tokens, _, heads, width = qkv.shape
-    rows, columns, warps, stages = tuning
-    out = torch.empty((tokens, heads, width), dtype=E4M3, device=qkv.device)
-    flat = qkv.view(tokens, 3 * heads * width)
-    kernel: Any = _forward_tiles
-    kernel[(heads, len(listed))](
-        TensorDescriptor.from_tensor(flat, [rows, width]),
-        TensorDescriptor.from_tensor(flat, [columns, width]),
-        out, listed, width**-0.5 * LOG2_E, steps, heads * width,
-        width, rows, columns, num_warps=warps, num_stages=stages, maxnreg=most_registers,
-    )  # fmt: skip
-    return out
-
-
-@triton.jit
-def _forward_tiles(
-    query_tiles: tl.tensor,
-    key_tiles: tl.tensor,
-    out_ptr: tl.tensor,
-    blocks_ptr: tl.tensor,
-    scale: tl.tensor,
-    steps: tl.tensor,
-    hidden: tl.tensor,  # H x D
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    head, block = tl.program_id(0), tl.program_id(1)
-    length = tl.load(blocks_ptr + 4 * block + 1)
-    if length == 0:
-        return
-    begin = tl.load(blocks_ptr + 4 * block)
-    first = tl.load(blocks_ptr + 4 * block + 2)
-    column = head * D
-    q = query_tiles.load([begin + first, column])
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    denominator = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
-    whole = length // COLUMNS * COLUMNS
-    for start in range(0, whole, COLUMNS):
-        k = key_tiles.load([begin + start, hidden + column])
-        v = key_tiles.load([begin + start, 2 * hidden + column])
-        scores = tl.dot(q, k.T)
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
-        rescale = tl.exp2(maximum - new_maximum)
-        p = tl.exp2(scores * scale - new_maximum[:, None])
-        denominator = denominator * rescale + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
-        maximum = new_maximum
-    if whole < length:  # what follows the sequence is another one, and must not be read
-        inside = whole + tl.arange(0, COLUMNS) < length
-        k = key_tiles.load([begin + whole, hidden + column])
-        v = key_tiles.load([begin + whole, 2 * hidden + column])
-        v = tl.where(inside[:, None], v, 0.0)
-        scores = tl.where(inside[None, :], tl.dot(q, k.T), float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale)
-        rescale = tl.exp2(maximum - new_maximum)
-        p = tl.exp2(scores * scale - new_maximum[:, None])
-        denominator = denominator * rescale + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
-    rows, depth = first + tl.arange(0, ROWS), tl.arange(0, D)
-    target = out_ptr + (begin + rows[:, None]).to(tl.int64) * hidden + column + depth[None, :]
-    rounded = (acc * (steps / denominator)[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(target, rounded, mask=(rows < length)[:, None])

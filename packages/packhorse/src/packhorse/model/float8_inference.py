@@ -32,7 +32,14 @@ from packhorse.attention.fused import Fused, FusedPlan
 from packhorse.attention.kernels import AttentionPlan
 from packhorse.device import fast_float8, float8_products
 from packhorse.errors import KernelError
-from packhorse.model.bert import AddNorm, Bert, BertLayer, SelfAttention, UpProjection
+from packhorse.model.bert import (
+    AddNorm,
+    Bert,
+    BertEmbeddings,
+    BertLayer,
+    SelfAttention,
+    UpProjection,
+)
 from packhorse.packing.batch import Packed
 
 E4M3 = torch.float8_e4m3fn
@@ -156,12 +163,10 @@ class Float8Layer(nn.Module):
         )
         y = self.down.multiply(self._widened(rounded))
         norm = self.norm
-        if self.next_steps is None:
-            return norm(y, hidden)
         hidden, rounded = add_norm_cast(
-            y, hidden, norm.weight, norm.bias, norm.eps, self.next_steps
+            y, hidden, norm.weight, norm.bias, norm.eps, self.next_steps or 1.0
         )
-        return Float8Hidden(hidden, rounded, blocks)
+        return Float8Hidden(hidden, rounded, blocks) if self.next_steps else hidden
 
     def _widened(self, x: Tensor) -> Tensor:
         """The feed-forward's first half of x in float8: [T, E] to [T, F] in float8."""
@@ -194,6 +199,41 @@ class Float8Layer(nn.Module):
         if tuning is None:  # `fused` may serve heads that were not tuned here
             return None
         return triton_float8.blocks(plan.cu_seqlens, plan.order, len(x), tuning[0])
+
+
+class FusedEmbeddings(nn.Module):
+    """BERT's embeddings, their sum and its norm by one kernel."""
+
+    def __init__(self, embed: BertEmbeddings) -> None:
+        super().__init__()
+        types, positions, norm = embed.types, embed.positions, embed.norm
+        if types is None or positions is None or not isinstance(norm, nn.LayerNorm):
+            raise KernelError("only BERT's own embeddings can be fused")
+        self.words, self.types, self.positions, self.norm = embed.words, types, positions, norm
+
+    def forward(self, packed: Packed) -> Tensor:
+        """[T, E]."""
+        from packhorse.model.float8_kernels import embed_norm
+
+        tables = (self.words.weight, self.types.weight, self.positions.weight)
+        norm = self.norm
+        ids = packed.ids, packed.types, packed.positions
+        return embed_norm(*ids, tables, norm.weight, norm.bias, norm.eps)
+
+
+def can_fuse_embeddings(embed: nn.Module) -> bool:
+    """Whether `FusedEmbeddings` computes what these embeddings do."""
+    return (
+        isinstance(embed, BertEmbeddings)
+        and embed.types is not None
+        and embed.types.num_embeddings > 1
+        and embed.positions is not None
+        and not embed.offset
+        and embed.scale is None
+        and isinstance(embed.norm, nn.LayerNorm)
+        and embed.norm.bias is not None
+        and isinstance(embed.project, nn.Identity)
+    )
 
 
 def _product(module: nn.Module) -> Float8Product:
@@ -261,6 +301,8 @@ def _has_kernels(bert: Bert) -> bool:
 
 def _fuse(bert: Bert) -> None:
     """Run the layers that can as `Float8Layer`, which hand one another float8."""
+    if can_fuse_embeddings(bert.embed):
+        bert.embed = FusedEmbeddings(bert.embed)  # pyright: ignore[reportAttributeAccessIssue]
     for number, layer in enumerate(bert.layers):
         if can_fuse(layer):
             bert.layers[number] = Float8Layer(layer)  # pyright: ignore[reportArgumentType]

@@ -46,7 +46,9 @@ class Tiling(NamedTuple):
     programs: int = 1  # for each multiprocessor
 
 
-LARGE = Tiling()  # measured on an H200
+# Measured on an H200: the second where the first has fewer tiles than there are multiprocessors.
+LARGE = Tiling()
+SMALL = Tiling(columns=128, warps=4, programs=2)
 
 
 def product(
@@ -56,7 +58,7 @@ def product(
     scale: float,
     steps: float,
     activation: str | None,
-    tiling: Tiling = LARGE,
+    tiling: Tiling | None = None,
 ) -> Tensor:
     """The activation of scale · x·Wᵀ + b, [T, N], in float8 that is `steps` times as large.
 
@@ -66,9 +68,11 @@ def product(
     tokens, inputs = x.shape
     outputs = len(weight)
     out = torch.empty(tokens, outputs, dtype=E4M3, device=x.device)
+    processors = _multiprocessors(x.device)
+    if tiling is None:
+        tiling = LARGE if _tiles(LARGE, tokens, outputs) > processors else SMALL
     rows, columns, depth, warps, stages, group, flatten, each = tiling
-    tiles = -(-tokens // rows) * -(-outputs // columns)
-    programs = min(_multiprocessors(x.device) * each, tiles)
+    programs = min(processors * each, _tiles(tiling, tokens, outputs))
     kernel: Any = _product
     kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [rows, depth]),
@@ -79,6 +83,10 @@ def product(
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+def _tiles(tiling: Tiling, tokens: int, outputs: int) -> int:
+    return -(-tokens // tiling.rows) * -(-outputs // tiling.columns)
 
 
 @cache
