@@ -126,7 +126,8 @@ def _prove_dtype(
     if dtype == torch.int8:
         check_int8(device)
     floats = float_dtype(dtype, device)
-    source = checkpoint.load(model, **options, device=device, dtype=floats)
+    stored = torch.float32 if dtype == FLOAT8 else floats  # float8 is rounded from fp32
+    source = checkpoint.load(model, **options, device=device, dtype=stored)
     loaded = source.model
     kernels = _kernels(kernel, device, floats, loaded.bert.config.needs)
     products = dtype if is_rounded(dtype) else None

@@ -84,12 +84,12 @@ class Float8Product(nn.Module):
     input_scale: Tensor
     bias: Tensor | None
 
-    def __init__(self, linear: nn.Linear, scale: float) -> None:
+    def __init__(self, linear: nn.Linear, scale: float, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         rounded = round_weight(linear.weight)
-        device, dtype = linear.weight.device, linear.weight.dtype
+        device = linear.weight.device
         self.outputs, self.inputs = linear.weight.shape
-        self.dtype = dtype  # of the results
+        self.dtype = dtype or linear.weight.dtype  # of the results
         self.scale = max(scale, SMALLEST)
         self.steps = 1 / self.scale
         self.factor = self.scale * rounded.scale  # of a product of float8 numbers
@@ -99,7 +99,8 @@ class Float8Product(nn.Module):
         self.register_buffer("weight_scale", numbers(rounded.scale))
         self.register_buffer("input_scale", numbers(self.scale))
         bias = None if linear.bias is None else linear.bias.detach()
-        self.register_buffer("bias", bias if bias is None or self.native else bias.float())
+        exact = self.dtype if self.native else torch.float32
+        self.register_buffer("bias", None if bias is None else bias.to(exact))
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, K] to [T, N]."""
@@ -260,7 +261,9 @@ def calibrate(bert: Bert, batches: Iterable[Packed]) -> dict[str, float]:
     with _watched(linear, largest):
         for packed in batches:
             bert(packed.to(bert.embed.words.weight.device))
-    return {name: float(most) * HEADROOM / LARGEST for name, most in largest.items()}
+    return {
+        name: max(float(most) * HEADROOM / LARGEST, SMALLEST) for name, most in largest.items()
+    }
 
 
 @contextmanager
@@ -279,17 +282,28 @@ def _watched(linear: Mapping[str, nn.Linear], largest: dict[str, Tensor]) -> Ite
 
 
 def use_float8(
-    bert: Bert, scales: Mapping[str, float], kept: Collection[str] = (), fuse: bool = True
+    bert: Bert,
+    scales: Mapping[str, float],
+    kept: Collection[str] = (),
+    fuse: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Replace the linear layers in place, for inference, but those `kept` or without a scale.
 
-    `scales` are those of `calibrate`. fuse: use `Float8Layer` where it can run.
+    `scales` are those of `calibrate`. fuse: use `Float8Layer` where it can run. dtype: of hidden
+    states and of all that is not float8, by default the model's. Weights are rounded as they are,
+    so that a model is best passed in fp32.
     """
-    for name, linear in linear_layers(bert).items():
-        if name in kept or name not in scales:
-            continue
+    products = {
+        name: Float8Product(linear, scales[name], dtype)
+        for name, linear in linear_layers(bert).items()
+        if name in scales and name not in kept
+    }
+    if dtype is not None:
+        bert.to(dtype)  # before it has float8, which would be converted too
+    for name, product in products.items():
         parent, _, attribute = name.rpartition(".")
-        setattr(bert.layers.get_submodule(parent), attribute, Float8Product(linear, scales[name]))
+        setattr(bert.layers.get_submodule(parent), attribute, product)
     if fuse and _has_kernels(bert):
         _fuse(bert)
 

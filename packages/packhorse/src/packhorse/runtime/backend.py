@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from packhorse import executable
+from packhorse.device import float_dtype
 from packhorse.errors import KernelError
 from packhorse.model.float8_inference import Float8Layer, use_float8
 from packhorse.model.freeze import can_freeze, freeze, widen
@@ -107,7 +108,9 @@ class TorchBackend:
         if products == torch.int8:
             freeze_int8(self.model.bert.layers, kept)
         elif products is not None:
-            use_float8(self.model.bert, scales, kept, fuse=not fixed)
+            floats = float_dtype(products, device)
+            self.model.heads.to(floats)
+            use_float8(self.model.bert, scales, kept, fuse=not fixed, dtype=floats)
         if device.type == "cpu":
             frozen = can_freeze(next(model.parameters()).dtype) and not self.graphs
             (freeze if frozen else widen)(self.model)

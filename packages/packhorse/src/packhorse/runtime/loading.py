@@ -181,9 +181,12 @@ def open_checkpoint(
     floats = devices.float_dtype(dtype, device)
     # Raise for a kernel that cannot run here before reading the weights, which takes long.
     pick(device, floats, name=kernel)
-    loaded = load(device=device, dtype=floats)
+    stored = torch.float32 if dtype == devices.FLOAT8 else floats  # float8 is rounded from fp32
+    loaded = load(device=device, dtype=stored)
     if not named and loaded.quantized and _is_fast(loaded.quantized, device, bool(graphs)):
         dtype = loaded.quantized
+        if loaded.quantized == devices.FLOAT8:
+            return open_checkpoint(load, device, dtype, kernel, graphs, budget, invariant)
     choice = pick(device, floats, name=kernel, **loaded.config.needs)
     side_by_side = device.type == "cpu" and not graphs and not invariant
     tokens = budget or TOKENS_PER_BATCH.get(device.type, 16384)
@@ -205,9 +208,9 @@ def open_checkpoint(
             f"{loaded.name} fills queries up with tokens that are not attended to, and that is not "
             "invariant; leave out invariant"
         )
-    loaded.model.bert.use(HiddenKeys(choice.kernel) if hides else choice.kernel)
     products = dtype if devices.is_rounded(dtype) else None
     scales = input_scales(loaded, tokenizer, device) if dtype == devices.FLOAT8 else {}
+    loaded.model.bert.use(HiddenKeys(choice.kernel) if hides else choice.kernel)
     backend = TorchBackend(loaded.model, device, graphs, fixed, products, loaded.kept, scales)
     return Encoder(
         name=loaded.name,

@@ -73,9 +73,9 @@ def prove(
 
     `scales` are for float8, see `float8_inference.calibrate`.
     """
+    backend = TorchBackend(model, device, products=products, scales=scales)
     floats = next(model.parameters()).dtype
     dtype = products or floats
-    backend = TorchBackend(model, device, products=products, scales=scales)
     for name in kernels:
         choice = attention.pick(device, floats, name=name, **model.bert.config.needs)
         prover = Prover(backend, choice.kernel, packs, seed)
