@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from packhorse.errors import InputError
 from packhorse.reports.random_model import CONFIGS
+from packhorse_bench.encode import EncodeRequest, measure
 from packhorse_bench.kernel_profile import (
     RUNS,
     Ceilings,
@@ -59,3 +62,9 @@ def test_the_work_of_bert_large() -> None:
     assert qkv.operations == 2 * 32768 * 1024 * 3072
     assert up.operations == down.operations == 4 * out.operations
     assert out.bytes == 2 * (32768 * 1024 * 2 + 1024 * 1024)
+
+
+def test_a_processor_has_no_kernels_to_show() -> None:
+    request = EncodeRequest("", lengths=np.array([5]), config="tiny", device="cpu", profile=True)
+    with pytest.raises(InputError, match="--profile shows the kernels of a CUDA device"):
+        measure(request)

@@ -261,9 +261,7 @@ def calibrate(bert: Bert, batches: Iterable[Packed]) -> dict[str, float]:
     with _watched(linear, largest):
         for packed in batches:
             bert(packed.to(bert.embed.words.weight.device))
-    return {
-        name: max(float(most) * HEADROOM / LARGEST, SMALLEST) for name, most in largest.items()
-    }
+    return {name: max(float(most) * HEADROOM / LARGEST, SMALLEST) for name, most in largest.items()}
 
 
 @contextmanager
