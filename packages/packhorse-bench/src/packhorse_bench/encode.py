@@ -39,7 +39,8 @@ from packhorse.runtime.backend import TorchBackend
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.loading import load
 from packhorse.tokens import Encoding, Tokenizer
-from packhorse_bench import peers, workloads
+from packhorse_bench import kernel_profile, peers, workloads
+from packhorse_bench.kernel_profile import KernelProfile
 from packhorse_bench.serving_texts import exact_texts, learn_vocabulary
 
 Progress = Callable[[int, int], None]
@@ -71,6 +72,7 @@ class EncodeRequest:
     invariant: bool = False
     compile_peers: bool = False
     int8: bool = False
+    profile: bool = False  # also show the kernels of our last dtype on CUDA
     seed: int = 0
 
 
@@ -123,6 +125,7 @@ class EncodeComparison:
 
     rows: list[EncodeRow]
     lengths: np.ndarray
+    kernels: KernelProfile | None = None
 
     @property
     def spread(self) -> str:
@@ -159,7 +162,25 @@ def measure(request: EncodeRequest, progress: Progress | None = None) -> EncodeC
         for done, trial in enumerate(turns, len(candidates) + 1):
             trial.seconds.append(_time_pass(trial, work, device))
             _report_progress(progress, done, total)
-    return EncodeComparison([*_rows(trials, expected, lengths), *failures], lengths)
+        kernels = _profile(request, folder, device, lengths) if request.profile else None
+    return EncodeComparison([*_rows(trials, expected, lengths), *failures], lengths, kernels)
+
+
+def _profile(
+    request: EncodeRequest, folder: Path, device: torch.device, lengths: np.ndarray
+) -> KernelProfile:
+    """The kernels of a batch of such lengths, in the last dtype and as our last variant runs."""
+    encoder = load(
+        folder,
+        device=device,
+        dtype=request.dtypes[-1],
+        budget=request.budget,
+        graphs=request.graphs,
+        invariant=request.invariant,
+    )
+    _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalize=True)
+    work = replace(request, texts=(), lengths=lengths)
+    return kernel_profile.profile(encoder, _random_sequences(work, encoder))
 
 
 def packhorse_engine(
@@ -252,6 +273,10 @@ def _check(request: EncodeRequest) -> None:
             raise InputError(f"unknown peer {name!r}; there are {', '.join(peers.PEERS)}")
     for dtype in request.dtypes:
         devices.parse_dtype(dtype)
+    if request.profile and devices.choose_device(request.device).type != "cuda":
+        raise InputError("--profile shows the kernels of a CUDA device; pass --device cuda")
+    if request.profile and request.graphs and request.invariant:
+        raise InputError("--profile shows one of --graphs and --invariant; leave one out")
 
 
 def _peer_setting(
@@ -329,7 +354,7 @@ def _torch_backend(backend: object) -> TorchBackend:
 
 
 def _candidates(request: EncodeRequest, folder: Path, setting: PeerSetting) -> list[Candidate]:
-    """Every engine to measure, ours first in each dtype; int8 last."""
+    """Every engine to measure, ours first in each dtype; int8 last, and float8 of ours alone."""
     names = request.peers
     if names is None:
         names = tuple(name for name in peers.PEERS if find_spec(name.replace("-", "_")))
@@ -346,6 +371,8 @@ def _candidates(request: EncodeRequest, folder: Path, setting: PeerSetting) -> l
                 packhorse_engine, folder, dtype, setting.device, request.budget, variant
             )
             candidates.append(Candidate(_engine_name(variant), dtype, open_ours))
+        if dtype == "float8":
+            continue
         candidates.extend(
             Candidate(n, dtype, partial(peers.PEERS[n], setting, dtype)) for n in names
         )

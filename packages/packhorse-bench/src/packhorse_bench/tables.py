@@ -9,6 +9,7 @@ from packhorse.reports.tables import Table, milliseconds, rate, times
 
 if TYPE_CHECKING:
     from packhorse_bench.encode import EncodeRow
+    from packhorse_bench.kernel_profile import KernelProfile
     from packhorse_bench.modes import ModeRow
 
 
@@ -45,6 +46,30 @@ def encode_table(rows: Sequence[EncodeRow]) -> Table:
             if row.problem is None
         ],
     )
+
+
+def kernel_table(profile: KernelProfile) -> tuple[str, Sequence[str], list[list[object]]]:
+    """Title, columns and rows of the kernels of a batch."""
+    ceilings = profile.ceilings
+    title = (
+        f"Kernels of {profile.sequences:,} sequences, {profile.tokens:,} tokens: "
+        f"{profile.milliseconds:.2f} ms (copy {ceilings.bytes / 1e12:.2f} TB/s, products "
+        f"{ceilings.bf16 / 1e12:.0f} TFLOP/s in bf16, {ceilings.float8 / 1e12:.0f} in float8)"
+    )
+    columns = ("kernel", "role", "launches", "µs each", "bound µs", "MB", "share")
+    rows: list[list[object]] = [
+        [
+            row.name,
+            row.role,
+            f"{row.launches:.0f}",
+            f"{row.microseconds:.1f}",
+            "" if row.bound is None else f"{row.bound:.1f}",
+            "" if row.megabytes is None else f"{row.megabytes:.0f}",
+            f"{row.share:.1%}",
+        ]
+        for row in profile.rows
+    ]
+    return title, columns, rows
 
 
 def modes_table(rows: Sequence[ModeRow]) -> Table:

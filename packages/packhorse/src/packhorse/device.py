@@ -14,12 +14,14 @@ import torch
 from packhorse.errors import InputError
 from packhorse.processor import features
 
+FLOAT8 = torch.float8_e4m3fn
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp64": torch.float64,
     "int8": torch.int8,  # of products; all else of such a model is fp32, see `model.int8`
+    "float8": FLOAT8,  # likewise, see `model.float8_inference`
 }
 
 
@@ -69,9 +71,16 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16
 
 
-def float_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of weights and hidden states in a model of `dtype`: int8 is for products alone."""
-    return torch.float32 if dtype == torch.int8 else dtype
+def is_rounded(dtype: torch.dtype) -> bool:
+    """Whether only products are of this dtype: int8 and float8."""
+    return dtype in (torch.int8, FLOAT8)
+
+
+def float_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of weights and hidden states in a model of `dtype`; int8 is for products alone."""
+    if not is_rounded(dtype):
+        return dtype
+    return torch.bfloat16 if float8_products(device) else torch.float32
 
 
 def fast_bf16(device: torch.device) -> bool:
@@ -86,6 +95,11 @@ def fast_bf16(device: torch.device) -> bool:
 def fast_float8(device: torch.device) -> bool:
     """Does it multiply float8 matrices with a scale per row in hardware (Hopper or newer)?"""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def float8_products(device: torch.device) -> bool:
+    """Does it multiply float8 matrices with a scale per tensor in hardware (Ada or newer)?"""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def synchronize(device: torch.device) -> None:

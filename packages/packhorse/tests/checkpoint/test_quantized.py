@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from packhorse.checkpoint import quantized
 from packhorse.errors import CheckpointError, InputError
 from packhorse.model.int8 import quantize_weight
 from packhorse.reports import random_model
+from packhorse.runtime.calibration import calibrate
 
 TEXTS = ["the quick brown fox", "jumps over the lazy dog and on and on and on", "a"]
 
@@ -32,7 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("int8") / "tiny"
-    return checkpoint.write(target, checkpoint.load(source), int8=True)
+    return checkpoint.write(target, checkpoint.load(source), products=torch.int8)
 
 
 def changed(
@@ -75,11 +77,9 @@ def test_what_was_written_loads_as_the_same_int8_model(source: Path, folder: Pat
 
 
 def test_layers_that_are_kept_stay_floats_in_the_file(source: Path, tmp_path: Path) -> None:
-    from dataclasses import replace
-
     kept = ("0.down", "1.attention.qkv")
     loaded = replace(checkpoint.load(source), kept=kept)
-    target = checkpoint.write(tmp_path / "kept", loaded, int8=True)
+    target = checkpoint.write(tmp_path / "kept", loaded, products=torch.int8)
     again = checkpoint.load(target)
     assert again.quantized and set(again.kept) == set(kept)
     backend: Any = packhorse.load(target, device="cpu").backend
@@ -91,14 +91,14 @@ def test_layers_that_are_kept_stay_floats_in_the_file(source: Path, tmp_path: Pa
 def test_what_was_quantized_converts_to_floats(folder: Path, tmp_path: Path) -> None:
     plain = checkpoint.write(tmp_path / "plain", checkpoint.load(folder))
     assert "quantization_config" not in json.loads((plain / "config.json").read_text())
-    assert checkpoint.load(plain).quantized is False
+    assert checkpoint.load(plain).quantized is None
     a, b = checkpoint.load(folder).model.state_dict(), checkpoint.load(plain).model.state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_int8_is_written_for_hugging_face_alone(source: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="int8 is written as 'hf', not as 'onnx'"):
-        checkpoint.write(tmp_path / "x", checkpoint.load(source), to="onnx", int8=True)
+        checkpoint.write(tmp_path / "x", checkpoint.load(source), to="onnx", products=torch.int8)
     assert not (tmp_path / "x").exists()
 
 
@@ -191,3 +191,111 @@ def test_quantizable_are_the_linear_layers(source: Path) -> None:
     names = quantized.quantizable(state, kept=["0.down"])
     assert "bert.layers.0.up.dense.weight" in names and "bert.layers.0.down.weight" not in names
     assert not [name for name in names if "norm" in name or "embed" in name]
+
+
+@pytest.fixture(scope="module")
+def float8_folder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("float8") / "tiny"
+    loaded = checkpoint.load(source)
+    scales = calibrate(loaded, checkpoint.tokenizer(loaded), TEXTS, torch.device("cpu"))
+    return checkpoint.write(target, replace(loaded, scales=scales), products=torch.float8_e4m3fn)
+
+
+def test_float8_has_weights_and_inputs_with_a_scale_each(source: Path, float8_folder: Path) -> None:
+    stored = load_file(float8_folder / "model.safetensors")
+    rounded = {name for name, x in stored.items() if x.dtype == torch.float8_e4m3fn}
+    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    assert len(rounded) == 6 * layers
+    for name in rounded:
+        assert stored[f"{name}_scale"].shape == (1,)
+        assert float(stored[name.removesuffix("weight") + "input_scale"]) > 0
+    raw = json.loads((float8_folder / "config.json").read_text())["quantization_config"]
+    assert raw["format"] == "float-quantized"
+    inputs = raw["config_groups"]["group_0"]["input_activations"]
+    assert inputs["dynamic"] is False and inputs["strategy"] == "tensor"
+
+
+def test_what_was_written_loads_as_the_same_float8_model(source: Path, float8_folder: Path) -> None:
+    """Scales and weights come back, so that results are equal to the bit, and on a CPU it is fp32
+    unless float8 is named.
+    """
+    loaded = checkpoint.load(source)
+    scales = calibrate(loaded, checkpoint.tokenizer(loaded), TEXTS, torch.device("cpu"))
+    again = checkpoint.load(float8_folder)
+    assert again.quantized == torch.float8_e4m3fn and again.kept == ()
+    assert again.scales == pytest.approx(scales, rel=1e-6)
+    assert packhorse.load(float8_folder, device="cpu").dtype == torch.float32
+    after = packhorse.load(float8_folder, device="cpu", dtype="float8")
+    twice = checkpoint.write(
+        float8_folder.with_name("twice"), again, products=torch.float8_e4m3fn, overwrite=True
+    )
+    second = packhorse.load(twice, device="cpu", dtype="float8")
+    for a, b in zip(after.hidden(TEXTS), second.hidden(TEXTS), strict=True):
+        np.testing.assert_allclose(a.states, b.states, atol=1e-5)
+    assert (
+        after.fingerprint == packhorse.load(float8_folder, device="cpu", dtype="float8").fingerprint
+    )
+
+
+def test_scales_of_inputs_are_part_of_the_fingerprint(float8_folder: Path, tmp_path: Path) -> None:
+    def wider(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("input_scale")]:
+            tensors[name] = tensors[name] * 64
+
+    path = changed(float8_folder, tmp_path / "wider", wider)
+    one, two = (packhorse.load(p, device="cpu", dtype="float8") for p in (float8_folder, path))
+    assert not np.array_equal(one.hidden(TEXTS)[0].states, two.hidden(TEXTS)[0].states)
+    assert one.fingerprint != two.fingerprint
+
+
+def test_layers_that_are_kept_stay_floats_in_float8_too(source: Path, tmp_path: Path) -> None:
+    loaded = checkpoint.load(source)
+    scales = calibrate(loaded, checkpoint.tokenizer(loaded), TEXTS, torch.device("cpu"))
+    kept = ("0.down", "1.attention.qkv")
+    marked = replace(loaded, scales=scales, kept=kept)
+    target = checkpoint.write(tmp_path / "kept", marked, products=torch.float8_e4m3fn)
+    again = checkpoint.load(target)
+    assert set(again.kept) == set(kept) and not set(again.scales) & set(kept)
+    backend: Any = packhorse.load(target, device="cpu", dtype="float8").backend
+    layers = backend.model.bert.layers
+    assert "Float8" not in type(layers[0].down).__name__
+    assert "Float8" in type(layers[1].down).__name__
+
+
+def test_a_file_without_scales_of_inputs_is_calibrated(float8_folder: Path, tmp_path: Path) -> None:
+    def dynamic(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("input_scale")]:
+            del tensors[name]
+
+    path = changed(float8_folder, tmp_path / "dynamic", dynamic)
+    assert checkpoint.load(path).scales == {}
+    own = packhorse.load(float8_folder, device="cpu", dtype="float8").hidden(TEXTS)[1].states
+    built_in = packhorse.load(path, device="cpu", dtype="float8").hidden(TEXTS)[1].states
+    cosines = (
+        (own * built_in).sum(1) / np.linalg.norm(own, axis=1) / np.linalg.norm(built_in, axis=1)
+    )
+    assert cosines.min() > 0.99
+
+
+@pytest.mark.parametrize("scale", [torch.tensor([0.0]), torch.ones(2), torch.tensor([1])])
+def test_a_wrong_scale_of_an_input_is_refused(
+    float8_folder: Path, tmp_path: Path, scale: torch.Tensor
+) -> None:
+    def wrong(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors[next(name for name in tensors if name.endswith("input_scale"))] = scale
+
+    path = changed(float8_folder, tmp_path / "wrong", wrong)
+    with pytest.raises(CheckpointError, match=r"input_scale holds .* one number above 0 is read"):
+        checkpoint.load(path)
+
+
+def test_compressed_tensors_reads_float8_too(float8_folder: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.BertModel.from_pretrained(float8_folder, add_pooling_layer=False)
+    ids = torch.tensor([[2, 7, 8, 9, 3]])
+    with torch.no_grad():
+        model(input_ids=ids)  # the first call decompresses
+    ours = checkpoint.load(float8_folder).model.state_dict()
+    theirs = model.state_dict()["encoder.layer.0.output.dense.weight"]
+    torch.testing.assert_close(theirs.float(), ours["bert.layers.0.down.weight"], rtol=1e-6, atol=0)

@@ -9,7 +9,9 @@ import torch
 
 from packhorse import attention
 from packhorse.attention import KERNELS
+from packhorse.device import FLOAT8
 from packhorse.errors import KernelError
+from packhorse.model import float8_inference
 from packhorse.runtime import proof
 
 pytestmark = pytest.mark.machine
@@ -51,8 +53,22 @@ def test_no_result_depends_on_neighbors(make_model, kernel: str, dtype: torch.dt
 def test_no_result_of_int8_depends_on_neighbors(make_model, kernel: str) -> None:
     if not serves(kernel, torch.float32):
         pytest.skip(f"{kernel} does not serve fp32 here")
-    proofs = list(proof.prove(make_model(torch.float32), CPU, [kernel], packs=2, int8=True))
+    proofs = list(
+        proof.prove(make_model(torch.float32), CPU, [kernel], packs=2, products=torch.int8)
+    )
     assert {p.dtype for p in proofs} == {"int8"}
+    assert [p for p in proofs if not p.passed] == []
+
+
+@pytest.mark.parametrize("kernel", ON_CPU)
+def test_no_result_of_float8_depends_on_neighbors(make_model, kernel: str) -> None:
+    if not serves(kernel, torch.float32):
+        pytest.skip(f"{kernel} does not serve fp32 here")
+    model = make_model(torch.float32)
+    scales = dict.fromkeys(float8_inference.linear_layers(model.bert), 0.05)
+    assert scales
+    proofs = list(proof.prove(model, CPU, [kernel], packs=2, products=FLOAT8, scales=scales))
+    assert {p.dtype for p in proofs} == {"float8"}
     assert [p for p in proofs if not p.passed] == []
 
 

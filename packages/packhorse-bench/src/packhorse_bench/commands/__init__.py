@@ -161,6 +161,14 @@ class MoreWays:
         bool, flag("--compile-peers", help="transformers under torch.compile as well.")
     ] = False
     int8: Annotated[bool, flag("--int8", help="Ours and peers in int8 as well.")] = False
+    profile: Annotated[
+        bool,
+        flag(
+            "--profile",
+            help="On CUDA: also the kernels of a full batch in the last dtype, with time, share, "
+            "bytes and bound.",
+        ),
+    ] = False
 
 
 @app.command
@@ -175,7 +183,7 @@ def encode(
         int | None, flag("--tokens", help="Passages of the texts, of exactly so many tokens each.")
     ] = None,
     dtype: Annotated[
-        str, flag("--dtype", help="fp32, bf16, fp16, int8; several with commas.")
+        str, flag("--dtype", help="fp32, bf16, fp16, int8, float8; several with commas.")
     ] = "fp32",
     device: Annotated[str | None, flag("--device", help="cpu, cuda …")] = None,
     cpu: Cpu = None,
@@ -207,6 +215,8 @@ def encode(
       packhorse bench encode --cpu avx2 --workload normal
       packhorse bench encode --device cuda --dtype bf16 --tokens 50 --count 200000
       packhorse bench encode --config large --dtype bf16 --compile-peers --workload squad
+      packhorse bench encode --config large --dtype bf16,float8 --graphs --workload squad \\
+        --budget 32768 --count 4000 --peers none --profile
     """
     pretend(cpu)
     from packhorse.device import choose_device
@@ -252,7 +262,11 @@ def encode(
     show("Encoding", facts, bench_tables.encode_table(rows), report.problems(rows), keep)
     if keep.plot:
         bench_plots.draw_encode(keep.plot, rows, f"{facts['model']}, {facts['device']}")
-    emit({**facts, "rows": [asdict(row) for row in rows]}, keep.json)
+    document = {**facts, "rows": [asdict(row) for row in rows]}
+    if measured.kernels is not None:
+        table(*bench_tables.kernel_table(measured.kernels))
+        document["kernels"] = asdict(measured.kernels)
+    emit(document, keep.json)
 
 
 def _source(load: LoadFlags, texts: Path | None, random_ids: bool) -> str:

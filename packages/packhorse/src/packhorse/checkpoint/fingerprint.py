@@ -108,7 +108,11 @@ def of_checkpoint(checkpoint: Checkpoint, tokenizer: Tokenizer, dtype: torch.dty
 def digests(checkpoint: Checkpoint) -> dict[str, str]:
     """The parts that are known only while a checkpoint is loaded: weights and configuration."""
     return {
-        "weights": digest(checkpoint.report.checksums),
+        "weights": digest(
+            [checkpoint.report.checksums, checkpoint.scales]
+            if checkpoint.scales
+            else checkpoint.report.checksums
+        ),
         "config": digest(
             [
                 _settings(checkpoint.config),

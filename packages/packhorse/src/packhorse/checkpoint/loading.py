@@ -60,8 +60,9 @@ class Checkpoint:
     notes: tuple[str, ...] = ()  # what its reader changed or left out
     report: LoadReport = field(default_factory=LoadReport, repr=False)
     gelu: Gelu = field(default_factory=Gelu)
-    quantized: bool = False  # its file holds int8
-    kept: tuple[str, ...] = ()  # linear layers below `bert.layers` that are never int8
+    quantized: torch.dtype | None = None  # int8 or float8, if its file holds that
+    kept: tuple[str, ...] = ()  # linear layers below `bert.layers` that are neither
+    scales: dict[str, float] = field(default_factory=dict[str, float])  # of inputs of the others
     raw: dict[str, Any] = field(
         default_factory=dict[str, Any], repr=False
     )  # the configuration as read
@@ -135,9 +136,7 @@ def load(
     try:
         ignored = building.drop_ignored(contents.tensors, ignore)
         task = str(adapter) if stored else None
-        canonical, form, chosen, dequantized = _canonical(
-            source, contents, config, heads, gelu, task
-        )
+        canonical, form, chosen, rounded = _canonical(source, contents, config, heads, gelu, task)
         building.check_encoder(ignored, canonical)
         max_positions = max_positions or contents.max_positions
         if vocab_size or max_positions:
@@ -166,13 +165,15 @@ def load(
             checkpoint.model, canonical, table, torch.device(device), dtype, ignored
         )
         kept: tuple[str, ...] = ()
-        if dequantized:
+        scales: dict[str, float] = {}
+        if rounded.weights:
             weights = quantized.quantizable(checkpoint.model.state_dict())
             in_file = {
                 name: [canonical.name_in_file(part) for part in names.sources(name, table)]
                 for name in weights
             }
-            kept = quantized.kept_layers(in_file, dequantized)
+            kept = quantized.kept_layers(in_file, rounded)
+            scales = quantized.input_scales(in_file, rounded)
         bad_values = [] if allow_nonfinite else report.bad_values(dtype)
         building.raise_problems("the weights hold", bad_values)
     except CheckpointError as error:
@@ -186,8 +187,9 @@ def load(
         notes=notes + chosen + building.ignored_notes(ignored) + report.unused_notes(),
         report=report,
         gelu=form,
-        quantized=bool(dequantized),
+        quantized=rounded.dtype if rounded.weights else None,
         kept=kept,
+        scales=scales,
     )
 
 
@@ -203,8 +205,8 @@ def _canonical(
     heads: int | None,
     gelu: str | None,
     task: str | None,
-) -> tuple[CanonicalCheckpoint, Gelu, tuple[str, ...], set[str]]:
-    """The tensors by canonical name, the GELU, notes, and which tensors the file holds in int8.
+) -> tuple[CanonicalCheckpoint, Gelu, tuple[str, ...], quantized.RoundedTensors]:
+    """The tensors by canonical name, the GELU, notes, and what the file holds in int8 or float8.
 
     `contents.tensors` is emptied.
     """
@@ -222,13 +224,13 @@ def _canonical(
         tensors, names_in_file = gguf_names.from_gguf(tensors, raw)
         foreign = partial(gguf_names.tensor_name, raw)
     raw, form = choose_gelu(raw, contents, gelu)
-    dequantized = quantized.dequantize(raw, tensors)
-    if dequantized:
+    rounded = quantized.dequantize(raw, tensors)
+    if rounded.weights:
         raw = {key: value for key, value in raw.items() if key != quantized.KEY}
     chosen = stored_adapters.merge(tensors, raw, task)
     if source.layout:
         tensors |= sentence.read_tensors(source.layout)
-    return names.canonical(raw, tensors, names_in_file, foreign), form, chosen, dequantized
+    return names.canonical(raw, tensors, names_in_file, foreign), form, chosen, rounded
 
 
 def _variable_name(scope: str, name: str) -> str:

@@ -37,6 +37,7 @@ DTYPES = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }

@@ -21,6 +21,7 @@ from packhorse.checkpoint import adapters, files, hf, names, quantized, sentence
 from packhorse.checkpoint.loading import Checkpoint
 from packhorse.checkpoint.names.tf1 import to_tensorflow
 from packhorse.checkpoint.tensorflow import tf1
+from packhorse.device import dtype_name
 from packhorse.errors import InputError
 from packhorse.model.heads import Embed
 from packhorse.tokens.files import gguf_settings, is_cased, open_library, wordpiece_vocabulary
@@ -35,14 +36,15 @@ def write(
     *,
     to: str = "hf",
     overwrite: bool = False,
-    int8: bool = False,
+    products: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> Path:
     """Write a folder that transformers ("hf"), TensorFlow ("tf1") or ONNX Runtime ("onnx") loads.
 
     The tokenizer is copied from the checkpoint's folder. Keys of its configuration that are not
-    understood here are kept. int8: store the encoder's linear layers in int8 ("hf" alone), but
-    those that are `kept`, as `checkpoint.quantized` describes; the checkpoint must be in fp32.
+    understood here are kept. products: int8 or float8, to store the encoder's linear layers in
+    ("hf" alone), but those that are `kept`, as `checkpoint.quantized` describes; the checkpoint
+    must be in fp32, and for float8 have the scales of all inputs.
     """
     if to not in WRITERS:
         raise InputError(f"cannot write {to!r}; the formats are {', '.join(WRITERS)}")
@@ -64,15 +66,10 @@ def write(
         if not name.startswith("heads.embed.")
     }
     raw, tensors = names.export(checkpoint.raw, checkpoint.config, state, model.heads.keys())
-    if int8:
+    if products is not None:
         if to != "hf":
-            raise InputError(f"int8 is written as 'hf', not as {to!r}")
-        # The same names with empty integers in the places of what becomes int8.
-        weights = quantized.quantizable(state, checkpoint.kept)
-        marks = state | {name: torch.empty_like(state[name], dtype=torch.int8) for name in weights}
-        _, marks = names.export(checkpoint.raw, checkpoint.config, marks, model.heads.keys())
-        stored = {name for name, tensor in marks.items() if tensor.dtype == torch.int8}
-        raw, tensors = quantized.quantize(raw, tensors, stored)
+            raise InputError(f"{dtype_name(products)} is written as 'hf', not as {to!r}")
+        raw, tensors = _rounded(checkpoint, state, raw, tensors, products)
     if checkpoint.labels:
         raw |= names.export_labels(checkpoint.labels, checkpoint.problem)
     with files.new_folder(Path(folder), overwrite=overwrite) as draft:
@@ -114,6 +111,47 @@ def _name_tokenizer(draft: Path) -> None:
         is_wordpiece = (draft / "vocab.txt").is_file()
         kind = "BertTokenizer" if is_wordpiece else "PreTrainedTokenizerFast"
         files.write_json(draft, name, {**settings, "tokenizer_class": kind})
+
+
+def _rounded(
+    checkpoint: Checkpoint,
+    state: dict[str, Tensor],
+    raw: dict[str, Any],
+    tensors: dict[str, Tensor],
+    products: torch.dtype,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The configuration and foreign `tensors` with linear layers in int8 or float8."""
+    weights = quantized.quantizable(state, checkpoint.kept)
+
+    def foreign(numbers: Mapping[str, float]) -> dict[str, float]:
+        """A number for each of our weights as one for each foreign tensor that it becomes."""
+        # Integers in the places of these weights, whose values are the numbers' positions.
+        order = {name: place for place, name in enumerate(numbers)}
+        marks = state | {
+            name: torch.tensor(place, dtype=torch.int32).expand(state[name].shape)
+            for name, place in order.items()
+        }
+        _, marks = names.export(
+            checkpoint.raw, checkpoint.config, marks, checkpoint.model.heads.keys()
+        )
+        values = list(numbers.values())
+        return {
+            name: values[int(mark.flatten()[0])]
+            for name, mark in marks.items()
+            if mark.dtype == torch.int32
+        }
+
+    if products == torch.int8:
+        return quantized.quantize(raw, tensors, set(foreign(dict.fromkeys(weights, 0.0))))
+    of_weights = foreign(quantized.weight_scales(state, weights))
+    of_inputs = foreign(
+        {
+            name: checkpoint.scales[name.removeprefix(quantized.LAYERS).removesuffix(".weight")]
+            for name in weights
+        }
+    )
+    scales = {name: (scale, of_inputs[name]) for name, scale in of_weights.items()}
+    return quantized.to_e4m3(raw, tensors, scales)
 
 
 Writer = Callable[[Path, Checkpoint, dict[str, Any], dict[str, Tensor], int], None]

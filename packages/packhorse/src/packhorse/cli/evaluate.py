@@ -110,7 +110,8 @@ class EvaluateFlags:
     model_flags: ModelFlags = ModelFlags()  # noqa: RUF009 (frozen)
     device: Annotated[str | None, flag(help="cpu, cuda or cuda:1.")] = None
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16", "int8", "auto"] | None, flag(help="Number format.")
+        Literal["fp32", "bf16", "fp16", "int8", "float8", "auto"] | None,
+        flag(help="Number format."),
     ] = None
     max_length: Annotated[
         int | None,

@@ -131,7 +131,7 @@ class RunFlags:
         ),
     ] = None
     dtype: Annotated[
-        Literal["fp32", "bf16", "fp16", "int8", "auto"] | None,
+        Literal["fp32", "bf16", "fp16", "int8", "float8", "auto"] | None,
         flag(
             group=MODEL,
             help="Number format; auto takes the fastest that keeps the answers. Default fp32 on a "

@@ -39,8 +39,8 @@ def prove(
     dtype: Annotated[
         str | None,
         Parameter(
-            help="fp32, bf16, fp16, fp64 or int8, several separated by commas; default all floats "
-            "that the hardware computes."
+            help="fp32, bf16, fp16, fp64, int8 or float8, several separated by commas; default all "
+            "floats that the hardware computes."
         ),
     ] = None,
     kernel: Annotated[
@@ -71,7 +71,7 @@ def prove(
     else:
         names = _hardware_dtypes(target)
         for name in DTYPES:
-            if name not in (*names, "int8"):
+            if name not in (*names, "int8", "float8"):
                 note(f"skipped: no hardware for {name} here; --dtype {name} tests it anyway")
     proofs: list[Proof] = []
     for name in names:
@@ -117,21 +117,27 @@ def _prove_dtype(
     import torch
 
     from packhorse import checkpoint
-    from packhorse.device import dtype_name, float_dtype
+    from packhorse.device import FLOAT8, dtype_name, float_dtype, is_rounded
     from packhorse.runtime import proof as checks
+    from packhorse.runtime.calibration import input_scales
     from packhorse.runtime.loading import check_int8
 
     options = model_flags.load_options()
-    int8 = dtype == torch.int8
-    if int8:
+    if dtype == torch.int8:
         check_int8(device)
-    floats = float_dtype(dtype)
-    loaded = checkpoint.load(model, **options, device=device, dtype=floats).model
+    floats = float_dtype(dtype, device)
+    stored = torch.float32 if dtype == FLOAT8 else floats  # float8 is rounded from fp32
+    source = checkpoint.load(model, **options, device=device, dtype=stored)
+    loaded = source.model
     kernels = _kernels(kernel, device, floats, loaded.bert.config.needs)
+    products = dtype if is_rounded(dtype) else None
+    scales = {}
+    if dtype == FLOAT8:
+        scales = input_scales(source, checkpoint.tokenizer(source), device)
     total = len(kernels) * len(checks.CHECKS) * (len(loaded.heads) + 1)
     proofs = []
     with progress(f"proving {dtype_name(dtype)}") as advance:
-        for proof in checks.prove(loaded, device, kernels, packs, seed, int8):
+        for proof in checks.prove(loaded, device, kernels, packs, seed, products, scales):
             proofs.append(proof)
             advance(len(proofs), total)
     return proofs

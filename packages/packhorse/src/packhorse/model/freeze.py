@@ -252,7 +252,8 @@ def can_freeze(dtype: torch.dtype) -> bool:
 def freeze(module: nn.Module) -> None:
     """Replace the linear layers and norms below `module` in place, for inference on a CPU."""
     for name, child in module.named_children():
-        if isinstance(child, UpProjection) and child.activation in FUSED:
+        plain = isinstance(getattr(child, "dense", None), nn.Linear)  # not of another dtype
+        if isinstance(child, UpProjection) and plain and child.activation in FUSED:
             setattr(module, name, _frozen(child.dense, child.activation))
         elif isinstance(child, nn.Linear):
             setattr(module, name, _frozen(child))

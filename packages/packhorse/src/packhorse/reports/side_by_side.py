@@ -112,12 +112,15 @@ def padded_by_ours(encoder: Encoder) -> Run:
 
 
 def padded_by_transformers(encoder: Encoder, model: str, batch_size: int) -> Run:
-    """Run transformers in the encoder's precision, int8 in fp32; vectors are normalized means."""
+    """Run transformers in the encoder's precision, or that of what ours does not round to int8 or
+    float8; vectors are normalized means.
+    """
     folder = hub.resolve(model)
     layout = sentence.read(folder)
     home = layout.transformer if layout else folder
     setting = padded.PeerSetting(home, encoder.device, batch_size, encoder.max_length, Path())
-    engine = padded.transformers(setting, devices.dtype_name(devices.float_dtype(encoder.dtype)))
+    floats = devices.float_dtype(encoder.dtype, encoder.device)
+    engine = padded.transformers(setting, devices.dtype_name(floats))
     return lambda batch: engine.run(list(batch), "arrival")
 
 

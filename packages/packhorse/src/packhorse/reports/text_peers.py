@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from packhorse.checkpoint import sentence
+from packhorse.device import float_dtype
 from packhorse.errors import InputError, MissingExtra
 from packhorse.reports.padded import silence_libraries
 from packhorse.runtime.encoder import Encoder, Progress
@@ -101,12 +102,17 @@ def _installed(name: str) -> bool:
     return find_spec(name.replace("-", "_")) is not None
 
 
+def _floats(encoder: Encoder) -> torch.dtype:
+    """The number format of a peer: ours, or that of what is not rounded in ours."""
+    return float_dtype(encoder.dtype, encoder.device)
+
+
 def _sentence_transformers(setting: TextPeerSetting) -> TextReader:
     from sentence_transformers import SentenceTransformer
 
     encoder = setting.encoder
     model = SentenceTransformer(
-        str(setting.folder), device=str(encoder.device), model_kwargs={"dtype": encoder.dtype}
+        str(setting.folder), device=str(encoder.device), model_kwargs={"dtype": _floats(encoder)}
     ).eval()
     model.max_seq_length = setting.max_length
     normalize = encoder.embedder is not None and encoder.embedder.normalize
@@ -156,7 +162,7 @@ def _transformers(setting: TextPeerSetting) -> TextReader:
     folder = layout.transformer if layout else setting.folder
     model_class = library.AutoModel if embed else library.AutoModelForSequenceClassification
     tokenizer = library.AutoTokenizer.from_pretrained(folder)
-    model = model_class.from_pretrained(folder, dtype=encoder.dtype).eval().to(encoder.device)
+    model = model_class.from_pretrained(folder, dtype=_floats(encoder)).eval().to(encoder.device)
     finish = _pooling(encoder) if embed else lambda output, mask: output.logits
 
     @torch.inference_mode()
@@ -265,7 +271,7 @@ def _outputs(name: str, setting: TextPeerSetting) -> Callable[[Sequence[str], Ro
         "multi": "MultiVectorEncoder",
     }
     model = getattr(library, kind[name])(
-        str(setting.folder), device=str(encoder.device), model_kwargs={"dtype": encoder.dtype}
+        str(setting.folder), device=str(encoder.device), model_kwargs={"dtype": _floats(encoder)}
     ).eval()
     options: dict[str, Any] = {"batch_size": setting.batch_size, "show_progress_bar": False}
 

@@ -1,7 +1,9 @@
 """The torch model as a backend: `backend(packed, heads) -> tensors`, on its device, in its dtype.
 
-On a CPU linear layers are frozen (prepared once for inference), with `int8` most of the encoder in
-int8. With `graphs` a batch is padded to a bucket and the layers are compiled for it (all layers
+On a CPU linear layers are frozen (prepared once for inference). The encoder's products may be int8
+there, and float8 everywhere.
+
+With `graphs` a batch is padded to a bucket and the layers are compiled for it (all layers
 share the compiled code of one), and on CUDA the encoder is recorded as a graph: a bucket is
 prepared once and then costs one launch. Heads with an output per sequence are recorded with it,
 because to launch their few small kernels takes as long as the graph of a short text; the others run
@@ -22,16 +24,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from packhorse import executable
+from packhorse.device import float_dtype
 from packhorse.errors import KernelError
+from packhorse.model.float8_inference import Float8Layer, use_float8
 from packhorse.model.freeze import can_freeze, freeze, widen
 from packhorse.model.int8 import freeze_int8
 from packhorse.model.model import Model
@@ -77,9 +82,13 @@ class TorchBackend:
         device: torch.device,
         graphs: Graphs = False,
         fixed: int = 0,
-        int8: bool = False,
+        products: torch.dtype | None = None,
         kept: Collection[str] = (),
+        scales: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
+        """`products`: int8 or float8, of the encoder's linear layers but those `kept`; `scales`:
+        of the inputs of float8 products, as `float8_inference.calibrate` returns them.
+        """
         self.model = model.eval().to(device)
         self.device = device
         serves = model.bert.kernel.serves
@@ -96,8 +105,12 @@ class TorchBackend:
         self.largest = math.inf if graphs is True else LARGEST_SMALL  # tokens of a batch
         with torch.inference_mode():
             model.bert.fold()
-        if int8:
+        if products == torch.int8:
             freeze_int8(self.model.bert.layers, kept)
+        elif products is not None:
+            floats = float_dtype(products, device)
+            self.model.heads.to(floats)
+            use_float8(self.model.bert, scales, kept, fuse=not fixed, dtype=floats)
         if device.type == "cpu":
             frozen = can_freeze(next(model.parameters()).dtype) and not self.graphs
             (freeze if frozen else widen)(self.model)
@@ -190,7 +203,11 @@ class TorchBackend:
         """The compiled layers; made by the first batch that needs them, because to import torch's
         compiler takes seconds, for which a server would not be ready.
         """
-        return executable.compiled(self.model.bert.layers)
+        layers = list(self.model.bert.layers)
+        # A float8 layer has nothing left that a compiler could fuse.
+        rest = [layer for layer in layers if not isinstance(layer, Float8Layer)]
+        compiled = iter(executable.compiled(rest))
+        return [layer if isinstance(layer, Float8Layer) else next(compiled) for layer in layers]
 
     def _in_bucket(self, prepared: Prepared, packed: Packed, flat: Tensor) -> list[Tensor]:
         """Run a batch in its bucket, `flat` on the device; return what `_run` does."""

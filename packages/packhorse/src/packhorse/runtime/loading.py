@@ -1,9 +1,9 @@
 """Load a model and decide where and how it runs: device, number format, attention kernel.
 
 `dtype="auto"` is measured, not guessed: each format that the device computes in hardware encodes
-the same texts, and the fastest whose vectors stay within cosine 0.999 of fp32 is taken. int8 is
-never among them. `invariant` is the opposite trade: batches are padded to fixed shapes so that
-results are equal bit by bit.
+the same texts, and the fastest whose vectors stay within cosine 0.999 of fp32 is taken. int8 and
+float8 are never among them. `invariant` is the opposite trade: batches are padded to fixed shapes
+so that results are equal bit by bit.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from packhorse.model.retrieval import MultiVector
 from packhorse.runtime import cores
 from packhorse.runtime import invariant as shapes
 from packhorse.runtime.backend import Graphs, TorchBackend
+from packhorse.runtime.calibration import input_scales
 from packhorse.runtime.encoder import TOKENS_PER_BATCH, Encoder
 from packhorse.runtime.packed_onnx import open_packed
 
@@ -66,9 +67,10 @@ def load(
     A file that `packhorse onnx pack` wrote runs on ONNX Runtime as it is.
 
     device: "cpu", "cuda" …; by default the accelerator, if there is one. dtype: "fp32", "bf16",
-    "fp16", "int8" (matrix products on a CPU, see `model.int8`) or "auto"; by default fp32 on a CPU,
-    or int8 if the file holds that, and bf16 on CUDA. kernel: an attention kernel by
-    name; by default the fastest that supports device and dtype. graphs: compile each bucket of
+    "fp16", "int8" (matrix products on a CPU, see `model.int8`), "float8" (matrix products on CUDA,
+    see `model.float8_inference`) or "auto"; by default fp32 on a CPU and bf16 on CUDA, or int8 or
+    float8 where the file holds that and the device is faster with it. kernel: an attention kernel
+    by name; by default the fastest that supports device and dtype. graphs: compile each bucket of
     shapes, and on CUDA replay it as a graph; "small" only does the latter, for batches of up to
     16,384 tokens, which take longer to launch than to compute. budget: tokens per batch. invariant:
     the result for a text is the same bit by bit whatever its neighbors, its position and the batch,
@@ -77,9 +79,9 @@ def load(
     it. gelu: "erf" or "tanh", if no graph shows which GELU it is. ignore: patterns of tensor names
     in the file that are not part of the model. adapter: a LoRA folder in PEFT's layout or its hub
     id, merged into the weights; or the name of an adapter that the model's own file has (Jina's
-    embeddings v3). adapters: several, by name, each opened beside the model; see
-    `Encoder.adapted`. truncate_dim: keep so many numbers of each vector, as models do that were
-    trained for it (Matryoshka); by default those that the model's folder names, else all.
+    embeddings v3). adapters: several, by name, each opened beside the model; see `Encoder.adapted`.
+    truncate_dim: keep so many numbers of each vector, as models do that were trained for it
+    (Matryoshka); by default those that the model's folder names, else all.
 
     Sets the environment variables `LRU_CACHE_CAPACITY` and `ONEDNN_PRIMITIVE_CACHE_CAPACITY`,
     unless they are set, so that torch caches few prepared matrix products.
@@ -172,18 +174,19 @@ def open_checkpoint(
     invariant: bool = False,
     named: bool = True,
 ) -> Encoder:
-    """Open a model in a dtype; one that is not `named` gives way to int8 that the file holds."""
+    """Open a model in a dtype; one that is not `named` gives way to int8 or float8 in the file."""
     pick = shapes.pick if invariant else attention.pick
-    int8 = dtype == torch.int8
-    if int8:
+    if dtype == torch.int8:
         check_int8(device, bool(graphs))
-    floats = devices.float_dtype(dtype)
+    floats = devices.float_dtype(dtype, device)
     # Raise for a kernel that cannot run here before reading the weights, which takes long.
     pick(device, floats, name=kernel)
-    loaded = load(device=device, dtype=floats)
-    if loaded.quantized and not (named or graphs) and device.type == "cpu":
-        int8 = True
-        dtype = torch.int8
+    stored = torch.float32 if dtype == devices.FLOAT8 else floats  # float8 is rounded from fp32
+    loaded = load(device=device, dtype=stored)
+    if not named and loaded.quantized and _is_fast(loaded.quantized, device, bool(graphs)):
+        dtype = loaded.quantized
+        if loaded.quantized == devices.FLOAT8:
+            return open_checkpoint(load, device, dtype, kernel, graphs, budget, invariant)
     choice = pick(device, floats, name=kernel, **loaded.config.needs)
     side_by_side = device.type == "cpu" and not graphs and not invariant
     tokens = budget or TOKENS_PER_BATCH.get(device.type, 16384)
@@ -205,11 +208,14 @@ def open_checkpoint(
             f"{loaded.name} fills queries up with tokens that are not attended to, and that is not "
             "invariant; leave out invariant"
         )
+    products = dtype if devices.is_rounded(dtype) else None
+    scales = input_scales(loaded, tokenizer, device) if dtype == devices.FLOAT8 else {}
     loaded.model.bert.use(HiddenKeys(choice.kernel) if hides else choice.kernel)
+    backend = TorchBackend(loaded.model, device, graphs, fixed, products, loaded.kept, scales)
     return Encoder(
         name=loaded.name,
         tokenizer=tokenizer,
-        backend=TorchBackend(loaded.model, device, graphs, fixed, int8, loaded.kept),
+        backend=backend,
         heads=tuple(loaded.model.heads),
         width=head.width(loaded.config.hidden_size) if isinstance(head, Embed) else 0,
         labels=loaded.labels,
@@ -232,6 +238,13 @@ def open_checkpoint(
         digests=fingerprint.digests(loaded),
         **sentence.comparing(loaded.layout),
     )
+
+
+def _is_fast(dtype: torch.dtype, device: torch.device, graphs: bool) -> bool:
+    """Whether products in the format that a file holds are faster here than floats."""
+    if dtype == torch.int8:
+        return device.type == "cpu" and not graphs
+    return devices.float8_products(device)
 
 
 def check_int8(device: torch.device, graphs: bool = False) -> None:

@@ -8,9 +8,10 @@ cross the boundaries. The tests use it on small models, `packhorse prove` on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ TOLERANCE = {
     torch.float16: 1e-2,
     # A number that another kernel rounds differently may move to the next of 256 steps.
     torch.int8: 1e-1,
+    torch.float8_e4m3fn: 2e-1,  # likewise, to the next of 8 steps of a binade
 }
 LONGEST = 512  # tokens of a synthetic sequence; most are far shorter
 CONTROLS = 8  # packs, at least: in a single one the sequence may be alone in its row
@@ -64,12 +66,16 @@ def prove(
     kernels: Sequence[str],
     packs: int = 20,
     seed: int = 0,
-    int8: bool = False,
+    products: torch.dtype | None = None,
+    scales: Mapping[str, float] = MappingProxyType({}),
 ) -> Iterator[Proof]:
-    """Run all checks of all heads under each kernel, in the dtype of the model or with `int8`."""
+    """Run all checks of all heads under each kernel, in the dtype of the model or of `products`.
+
+    `scales` are for float8, see `float8_inference.calibrate`.
+    """
+    backend = TorchBackend(model, device, products=products, scales=scales)
     floats = next(model.parameters()).dtype
-    dtype = torch.int8 if int8 else floats
-    backend = TorchBackend(model, device, int8=int8)
+    dtype = products or floats
     for name in kernels:
         choice = attention.pick(device, floats, name=name, **model.bert.config.needs)
         prover = Prover(backend, choice.kernel, packs, seed)

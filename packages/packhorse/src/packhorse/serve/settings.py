@@ -54,7 +54,7 @@ class ServeSettings:
     device: str = setting(
         "", MODELS, "cpu, cuda, cuda:1; default PACKHORSE_DEVICE, else the accelerator."
     )
-    dtype: Literal["fp32", "bf16", "fp16", "int8", "auto"] | None = setting(
+    dtype: Literal["fp32", "bf16", "fp16", "int8", "float8", "auto"] | None = setting(
         None, MODELS, "Number format; default fp32 on a CPU, bf16 on CUDA."
     )
     kernel: str = setting("", MODELS, "Attention kernel; default the fastest here.")
