@@ -42,6 +42,9 @@ def port(
     patch: Annotated[
         Path | None, Parameter(help="Write an equivalent plain script, for PyTorch or TensorFlow.")
     ] = None,
+    prove: Annotated[
+        bool, SWITCH, Parameter(help="Run script and translation, and compare a few steps.")
+    ] = False,
     overwrite: Annotated[bool, SWITCH, Parameter(help="Replace an existing file.")] = False,
     quiet: Annotated[bool, SWITCH, Parameter(help="No notices, no summary at the end.")] = False,
     json: JsonFlag = False,
@@ -63,17 +66,25 @@ def port(
     the modules of yours that it imports, or in all scripts of a folder.
     --patch writes a script that needs neither PopTorch nor Packhorse; of one
     for TensorFlow it writes plain TensorFlow; of a folder a copy of it.
+    --prove runs a PopTorch script and its translation side by side on the CPU
+    and compares losses and weights of their first optimizer steps (exit code 1
+    if they differ).
 
     Try:
       packhorse port train.py --epochs 3
       packhorse port --check train.py
       packhorse port --check my_project --json
       packhorse port --patch plain.py train.py
+      packhorse port --prove train.py --epochs 1
     """
     if patch is not None:
         _check_output(patch, script, overwrite)
     elif overwrite:
         raise InputError("--overwrite is for --patch only; leave it out")
+    if prove:
+        if check or patch is not None:
+            raise InputError("--prove is a command of its own; leave out --check and --patch")
+        return _prove(_open(script), list(arguments), json)
     if not check and patch is None:
         from packhorse_port.script import run
 
@@ -150,6 +161,26 @@ def _show(reports: "dict[Path, CheckReport]", report: "CheckReport", script: str
     if rows or len(reports) == 1:
         table(script, columns, rows)
     note(report.last_line())
+
+
+def _prove(project: "Project", arguments: list[str], json: bool) -> None:
+    from packhorse_port.prove import ProofFailed, prove
+    from packhorse_port.tensorflow import patch as tensorflow
+
+    if project.path.is_dir() or tensorflow.uses_ipu(project.path.read_bytes()):
+        raise InputError(f"--prove runs one script for PopTorch; {project.path} is none")
+    proof = prove(project, arguments)
+    columns = ["step", "loss", "plain loss", "largest difference of weights"]
+    rows = [
+        [number, f"{step.loss:.6f}", f"{step.plain_loss:.6f}", f"{step.weights:.1e}"]
+        for number, step in enumerate(proof.steps, 1)
+    ]
+    table(str(project.path), columns, rows)
+    steps = [step._asdict() for step in proof.steps]
+    emit({"script": str(project.path), "steps": steps, "equal": proof.holds}, json)
+    if not proof.holds:
+        raise ProofFailed(f"{project.path} and its translation differ")
+    note(f"the plain script takes the same {len(rows)} steps")
 
 
 def _check_output(out: Path, script: str, overwrite: bool) -> None:
