@@ -177,9 +177,18 @@ def test_in_depth_learns(run: Run) -> None:
     assert reached and float(reached[1]) > 90
 
 
-def test_a_ported_bert_becomes_a_packed_one(run: Run) -> None:
+def test_a_ported_bert_becomes_a_packed_one(tmp_path: Path) -> None:
+    """By the command itself: transformers must not see our torchvision."""
     pytest.importorskip("transformers", reason="transformers is not installed (extra hf)")
-    _, output = run(IN_DEPTH, "bert_solution.py")
+    command = [sys.executable, "-m", "packhorse", "port"]
+    completed = subprocess.run(
+        [*command, str(TUTORIALS / IN_DEPTH / "bert_solution.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    output = completed.stdout
+    assert completed.returncode == 0, completed.stderr
     assert "the same answers: 100.0%" in output
     padding = re.search(r"^(\d+)% of the ported script's tokens were padding", output, re.M)
     assert padding and int(padding[1]) > 50
