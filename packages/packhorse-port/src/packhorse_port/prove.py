@@ -67,8 +67,7 @@ def _record(
     project: Project, arguments: Sequence[str], folder: Path, plain: bool
 ) -> list[dict[str, Any]]:
     """The steps of one of the two, by another Python."""
-    import torch
-
+    from packhorse.dist import decode
     from packhorse_port.patch import translate
 
     texts = {
@@ -77,7 +76,7 @@ def _record(
         if plain and b"poptorch" in file.read_bytes()
     }
     job = folder / "job.json"
-    out = folder / f"{'plain' if plain else 'ported'}.pt"
+    out = folder / f"{'plain' if plain else 'ported'}.safetensors"
     job.write_text(json.dumps({"script": str(project.path.resolve()), "texts": texts}), "utf-8")
     own = str(Path(__file__).parents[1])
     path = [own, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -96,7 +95,7 @@ def _record(
         name = f"the plain {project.path.name}" if plain else project.path.name
         error = completed.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         raise ProofFailed(f"{name} did not get to its first optimizer step: {error[-1]}")
-    return torch.load(out, weights_only=True)
+    return decode(out.read_bytes())
 
 
 def _compare(ported: dict[str, Any], plain: dict[str, Any]) -> ProvenStep:
@@ -127,6 +126,8 @@ def record() -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    from packhorse.dist import encode
+
     _, job_file, out, *arguments = sys.argv
     job = json.loads(Path(job_file).read_text("utf-8"))
     random.seed(0)
@@ -154,7 +155,7 @@ def record() -> None:
         weights = [parameter.detach().cpu().float().clone() for parameter in parameters]
         steps.append({"loss": sum(losses), "weights": weights})
         losses.clear()
-        torch.save(steps, out)
+        Path(out).write_bytes(encode(steps))
         if len(steps) == STEPS:
             sys.stdout.flush()
             os._exit(0)  # whatever the script would still do
