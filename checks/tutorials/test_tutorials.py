@@ -59,12 +59,15 @@ def todos(tutorial: str) -> dict[int, str]:
 
 def filled(tutorial: str, but: int | None = None) -> str:
     """The exercise with the solution's lines in the place of its TODOs, all or all but one."""
-    lines = {int(number): body for number, body in REGION.findall(text_of(tutorial, "solution.py"))}
+    return filled_with(text_of(tutorial, "exercise.py"), text_of(tutorial, "solution.py"), but)
 
-    def fill(todo: re.Match[str]) -> str:
-        return todo[0] if int(todo[1]) == but else lines[int(todo[1])] + "\n"
 
-    return TODO.sub(fill, text_of(tutorial, "exercise.py"))
+def filled_with(exercise: str, solution: str, but: int | None = None) -> str:
+    """An exercise's text with the solution's lines, all or all but one."""
+    lines = {int(number): body for number, body in REGION.findall(solution)}
+    return TODO.sub(
+        lambda todo: todo[0] if int(todo[1]) == but else lines[int(todo[1])] + "\n", exercise
+    )
 
 
 def syntax(text: str) -> str:
@@ -143,7 +146,56 @@ def test_a_readme_shows_the_solutions_own_lines(tutorial: str) -> None:
         assert textwrap.dedent(body).strip() == shown[int(number)][0].strip()
 
 
-@pytest.mark.parametrize("tutorial", [TORCH, KERAS])
+IN_DEPTH = "pytorch-in-depth"
+PAIRS = [("exercise.py", "solution.py"), ("bert_exercise.py", "bert_solution.py")]
+
+
+@pytest.mark.parametrize(("exercise", "solution"), PAIRS)
+def test_in_depth_the_answers_are_not_printed_above(exercise: str, solution: str) -> None:
+    given, answer = text_of(IN_DEPTH, exercise), text_of(IN_DEPTH, solution)
+    numbers = [int(number) for number, _ in TODO.findall(given)]
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) >= 3
+    assert syntax(filled_with(given, answer)) == syntax(answer)
+    readme = text_of(IN_DEPTH, "README.md")
+    assert "```python" not in readme
+    for _, body in REGION.findall(answer):
+        assert not any(line.strip() in readme for line in body.splitlines() if line.strip())
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_in_depth_asks_for_what_is_missing(number: int, run: Run) -> None:
+    given, answer = (text_of(IN_DEPTH, name) for name in PAIRS[0])
+    given = given.replace("range(12)", "range(1)")
+    with pytest.raises(NotImplementedError, match=f"^TODO {number}: "):
+        run(IN_DEPTH, "exercise.py", text=filled_with(given, answer, but=number))
+
+
+def test_in_depth_learns(run: Run) -> None:
+    _, output = run(IN_DEPTH, "solution.py")
+    assert "16 calls of 64 points in an epoch" in output
+    reached = re.search(r"accuracy: ([\d.]+) % of 256 points", output)
+    assert reached and float(reached[1]) > 90
+
+
+def test_a_ported_bert_becomes_a_packed_one(tmp_path: Path) -> None:
+    """By the command itself: transformers must not see our torchvision."""
+    pytest.importorskip("transformers", reason="transformers is not installed (extra hf)")
+    command = [sys.executable, "-m", "packhorse", "port"]
+    completed = subprocess.run(
+        [*command, str(TUTORIALS / IN_DEPTH / "bert_solution.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    output = completed.stdout
+    assert completed.returncode == 0, completed.stderr
+    assert "the same answers: 100.0%" in output
+    padding = re.search(r"^(\d+)% of the ported script's tokens were padding", output, re.M)
+    assert padding and int(padding[1]) > 50
+    assert re.search(r"seconds of the processor: [\d.]+ padded, [\d.]+ packed", output)
+
+
+@pytest.mark.parametrize("tutorial", [TORCH, KERAS, IN_DEPTH])
 def test_a_check_finds_nothing_that_fails(tutorial: str) -> None:
     if tutorial == KERAS and find_spec("tensorflow") is None:
         pytest.skip("tensorflow-cpu is not installed")

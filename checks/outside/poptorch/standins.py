@@ -7,6 +7,7 @@ Loaded with `-p standins` in a Python that `packhorse port` has prepared, where 
 from __future__ import annotations
 
 import enum
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -91,7 +92,7 @@ def torchvision_models() -> None:
 def skip_torchvision(name: str) -> NoReturn:
     if name.startswith("__"):
         raise AttributeError(name)
-    pytest.skip(f"torchvision.models.{name} is not installed")
+    pytest.skip(f"torchvision.models.{name} is not installed", allow_module_level=True)
 
 
 def custom_libraries() -> None:
@@ -104,7 +105,18 @@ def custom_libraries() -> None:
             (folder / name).symlink_to(library)
 
 
+def patient_processes() -> None:
+    """Twenty times the seconds that a test gives another Python, on a machine with other work."""
+    original = subprocess.Popen.communicate
+
+    def communicate(self: Any, input: Any = None, timeout: float | None = None) -> Any:
+        return original(self, input, timeout and 20 * timeout)
+
+    subprocess.Popen.communicate = communicate
+
+
 private_modules()
+patient_processes()
 torch_of_that_time()
 torchvision_models()
 custom_libraries()

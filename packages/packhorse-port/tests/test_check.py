@@ -107,9 +107,14 @@ def test_names_are_followed_through_chains_and_aliases() -> None:
         ("poptorch.OutputMode.Al", "OutputMode.Al", "Final, EveryN, All"),
         ("poptorch.custom_op([], '', '', 1)", "custom_op", "write the operation in PyTorch"),
         ("poptorch.Options().Popart.set('a', 1)", "Options.Popart", "Options._Popart"),
-        ("import popart", "popart", "write the model in PyTorch"),
+        ("import popxl", "popxl", "write the model in PyTorch"),
+        ("import popart; popart.Builder()", "popart.Builder", "write the model in PyTorch"),
         ("from . import part", ".", "import it by its name"),
-        ("import no_such_module_here.part", "no_such_module_here.part", "pip install no_such_m"),
+        (
+            "import no_such_module_here.part",
+            "no_such_module_here.part",
+            "install the package that has",
+        ),
     ],
 )
 def test_what_will_fail_says_what_to_do(line: str, name: str, part: str) -> None:

@@ -43,7 +43,7 @@ def test_check_ends_with_1_where_something_will_fail(cli, script: Path) -> None:
     result = cli("port", "--check", script)
     assert result.code == 1
     assert "the nearest is Options.deviceIterations" in result.out
-    assert result.err.splitlines()[-1] == f"packhorse: {script}: 1 things will fail"
+    assert result.err.splitlines()[-1] == f"packhorse: {script}: 1 thing will fail"
 
 
 def test_patch_writes_and_tells_what_is_left(cli, script: Path, tmp_path: Path) -> None:

@@ -103,3 +103,19 @@ def test_is_running_on_ipu_is_true_inside_a_model():
             return x + poptorch.isRunningOnIpu()
 
     assert torch.equal(poptorch.inferenceModel(Asking())(X), X + 1)
+
+
+def test_a_loss_that_depends_on_no_weight_trains_nothing(caplog):
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x, y):
+            return self.w.detach() * x, f.mse_loss(x, y)
+
+    model = Detached()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, loss = poptorch.trainingModel(model, None, optimizer)(X, Y)
+    assert loss == f.mse_loss(X, Y) and torch.equal(model.w, torch.ones(3))
+    assert "its loss depends on no weight" in caplog.text

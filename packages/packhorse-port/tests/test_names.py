@@ -6,12 +6,21 @@ import inspect
 import re
 
 import pytest
+import torch
 
 import packhorse_port as poptorch
 from packhorse.errors import PackhorseError
 from packhorse_port import enums, optim, options
 from packhorse_port.loader import DataLoader
-from packhorse_port.names import EMULATED, FAILS, IGNORED, NAMES, install_line, nearest
+from packhorse_port.names import (
+    EMULATED,
+    FAILS,
+    IGNORED,
+    NAMES,
+    OF_MODULES,
+    install_line,
+    nearest,
+)
 from packhorse_port.options import Options
 from packhorse_port.settings import Ignored
 
@@ -86,7 +95,13 @@ def test_nearest_and_extras() -> None:
     assert nearest("Options.deviceIteration") == "; the nearest is Options.deviceIterations"
     assert nearest("xyzzy") == ""
     assert install_line("sklearn.metrics") == "pip install 'packhorse[tutorials]'"
-    assert install_line("some.thing") == "pip install some"
+    assert install_line("PIL.Image") == "pip install pillow"
+    assert "pip" not in install_line("some.thing")  # anyone may own that name on PyPI
+
+
+def test_what_a_module_has_is_known() -> None:
+    public = {name for name in dir(torch.nn.Module) if not name.startswith("_")}
+    assert public <= OF_MODULES, f"add {public - OF_MODULES} to packhorse_port.names"
 
 
 @pytest.mark.parametrize(

@@ -205,3 +205,27 @@ def test_variable_attributes() -> None:
 def test_accumulators_have_two_types() -> None:
     with pytest.raises(UsageError, match=r"float32 or torch\.float16, not torch\.bfloat16"):
         optim.Adam(model().parameters(), accum_type=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "LAMB", "RMSprop"])
+def test_half_weights_are_updated_in_fp32(kind: str) -> None:
+    """Gradients whose squares vanish in half: the update is that of fp32, rounded once."""
+    start = torch.linspace(-0.5, 0.5, 8)
+    gradient = torch.full((8,), 1e-5)
+    settings = {"lr": 1e-2, "weight_decay": 0.0, "eps": 1e-8}
+    wide = nn.Parameter(start.half().float())
+    narrow = nn.Parameter(start.half())
+    for parameter in (wide, narrow):
+        optimizer = getattr(optim, kind)([parameter], **settings)
+        for _ in range(3):
+            parameter.grad = gradient.half().to(parameter.dtype)
+            optimizer.step()
+        assert parameter.grad.dtype == parameter.dtype
+        moments = [v for n, v in optimizer.state[parameter].items() if n != "step"]
+        assert moments and all(moment.dtype == torch.float32 for moment in moments)
+    # Each of the three updates is rounded to half: half a unit in the last place of 0.5 each.
+    torch.testing.assert_close(narrow.float(), wide, rtol=0, atol=3 * 2**-12)
+    plain = nn.Parameter(start.half())
+    plain.grad = gradient.half()
+    torch.optim.Adam([plain], lr=1e-2, eps=1e-8).step()  # the control
+    assert not torch.allclose(plain.float(), wide, rtol=0, atol=3 * 2**-12, equal_nan=False)

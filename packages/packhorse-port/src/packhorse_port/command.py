@@ -1,4 +1,4 @@
-"""`packhorse port`: run, check or translate a script written for PopTorch or TensorFlow's IPU.
+"""`packhorse port`: run, check or translate scripts written for PopTorch or TensorFlow's IPU.
 
 A script runs as `python SCRIPT` would run it, so stdout is the script's: the command's own output
 goes to stderr, including that of --json. Arguments before SCRIPT are the command's, those after it
@@ -17,6 +17,7 @@ from packhorse.errors import InputError, PackhorseError
 
 if TYPE_CHECKING:
     from packhorse_port.check import CheckReport
+    from packhorse_port.project import Project
 
 SWITCH = Parameter(negative="", show_default=False)
 NOT_RUNNING = ("--check", "--patch")  # the script is not run, so flags after it are ours too
@@ -29,7 +30,10 @@ class WillFail(PackhorseError):
 
 
 def port(
-    script: Annotated[str, Parameter(help="The script; - is standard input.")],
+    script: Annotated[
+        str,
+        Parameter(help="The script; - is standard input. With --check or --patch also a folder."),
+    ],
     /,
     *arguments: Annotated[str, Parameter(help="The script's own arguments.")],
     check: Annotated[
@@ -38,6 +42,9 @@ def port(
     patch: Annotated[
         Path | None, Parameter(help="Write an equivalent plain script, for PyTorch or TensorFlow.")
     ] = None,
+    prove: Annotated[
+        bool, SWITCH, Parameter(help="Run script and translation, and compare a few steps.")
+    ] = False,
     overwrite: Annotated[bool, SWITCH, Parameter(help="Replace an existing file.")] = False,
     quiet: Annotated[bool, SWITCH, Parameter(help="No notices, no summary at the end.")] = False,
     json: JsonFlag = False,
@@ -55,19 +62,29 @@ def port(
     immediately.
 
     --check runs nothing and lists what runs as is, what is emulated, what is
-    ignored and what will fail (then the exit code is 1). --patch writes a
-    script that needs neither PopTorch nor Packhorse; of one for TensorFlow it
-    writes plain TensorFlow.
+    ignored and what will fail (then the exit code is 1), in the script and in
+    the modules of yours that it imports, or in all scripts of a folder.
+    --patch writes a script that needs neither PopTorch nor Packhorse; of one
+    for TensorFlow it writes plain TensorFlow; of a folder a copy of it.
+    --prove runs a PopTorch script and its translation side by side on the CPU
+    and compares losses and weights of their first optimizer steps (exit code 1
+    if they differ).
 
     Try:
       packhorse port train.py --epochs 3
       packhorse port --check train.py
+      packhorse port --check my_project --json
       packhorse port --patch plain.py train.py
+      packhorse port --prove train.py --epochs 1
     """
     if patch is not None:
         _check_output(patch, script, overwrite)
     elif overwrite:
         raise InputError("--overwrite is for --patch only; leave it out")
+    if prove:
+        if check or patch is not None:
+            raise InputError("--prove is a command of its own; leave out --check and --patch")
+        return _prove(_open(script), list(arguments), json)
     if not check and patch is None:
         from packhorse_port.script import run
 
@@ -76,20 +93,21 @@ def port(
         raise InputError(
             f"the script is not run, so it takes no arguments; leave out {' '.join(arguments)}"
         )
-    source = _read(script)
+    project = _open(script)
     document: dict[str, object] = {"script": script}
     report = None
     if check:
-        from packhorse_port.check import examine
+        from packhorse_port.check import examine_project, together
 
-        report = examine(source, Path(script))
-        _show(report, script)
-        document |= report.document()
+        reports = examine_project(project)
+        report = together(reports.values())
+        _show(reports, report, script)
+        document |= report.document() | {"files": [str(file) for file in project.files]}
     if patch is not None:
-        document |= _patch(source, script, patch)
+        document |= _patch(project, patch)
     emit(document, json)
-    if report and report.count("fails"):
-        raise WillFail(f"{script}: {report.count('fails')} things will fail")
+    if report and (fails := report.count("fails")):
+        raise WillFail(f"{script}: {fails} {'thing' if fails == 1 else 'things'} will fail")
 
 
 def prepare_tokens(tokens: Sequence[str]) -> list[str]:
@@ -104,45 +122,135 @@ def prepare_tokens(tokens: Sequence[str]) -> list[str]:
     return list(tokens)
 
 
-def _read(script: str) -> bytes:
-    try:
-        return Path(script).read_bytes()
-    except OSError as error:
-        raise InputError(f"{script} cannot be read: {error.strerror or error}") from error
+def _open(script: str) -> "Project":
+    from packhorse_port.project import Project
+
+    path = Path(script)
+    if not path.is_dir():
+        try:
+            path.read_bytes()
+        except OSError as error:
+            raise InputError(f"{script} cannot be read: {error.strerror or error}") from error
+    return Project.of(path)
 
 
-def _show(report: "CheckReport", script: str) -> None:
+def _show(reports: "dict[Path, CheckReport]", report: "CheckReport", script: str) -> None:
+    """Every finding of a single file; of several their counts, and what will fail."""
+    findings = report.findings
+    columns = ["line", "", "name", "how it is handled", "source"]
+    if len(reports) > 1:
+        kinds = ("as is", "emulated", "ignored", "fails")
+        counts = [[each.count(kind) for kind in kinds] for each in reports.values()]
+        rows = [
+            [file, each.lines, *numbers]
+            for (file, each), numbers in zip(reports.items(), counts, strict=True)
+        ]
+        table(script, ["file", "lines", *kinds], rows)
+        findings = tuple(finding for finding in findings if finding.kind == "fails")
+        columns[0] = "file and line"
     rows = [
-        [finding.line, finding.kind, finding.name, finding.meaning, short(finding.source, 40)]
-        for finding in report.findings
+        [
+            f"{finding.file}:{finding.line}" if len(reports) > 1 else finding.line,
+            finding.kind,
+            finding.name,
+            finding.meaning,
+            short(finding.source, 40),
+        ]
+        for finding in findings
     ]
-    table(script, ["line", "", "name", "how it is handled", "source"], rows)
+    if rows or len(reports) == 1:
+        table(script, columns, rows)
     note(report.last_line())
+
+
+def _prove(project: "Project", arguments: list[str], json: bool) -> None:
+    from packhorse_port.prove import ProofFailed, prove
+    from packhorse_port.tensorflow import patch as tensorflow
+
+    if project.path.is_dir() or tensorflow.uses_ipu(project.path.read_bytes()):
+        raise InputError(f"--prove runs one script for PopTorch; {project.path} is none")
+    proof = prove(project, arguments)
+    columns = ["step", "loss", "plain loss", "largest difference of weights"]
+    rows = [
+        [number, f"{step.loss:.6f}", f"{step.plain_loss:.6f}", f"{step.weights:.1e}"]
+        for number, step in enumerate(proof.steps, 1)
+    ]
+    table(str(project.path), columns, rows)
+    steps = [step._asdict() for step in proof.steps]
+    emit({"script": str(project.path), "steps": steps, "equal": proof.holds}, json)
+    if not proof.holds:
+        raise ProofFailed(f"{project.path} and its translation differ")
+    note(f"the plain script takes the same {len(rows)} steps")
 
 
 def _check_output(out: Path, script: str, overwrite: bool) -> None:
     """Raise if `out` is the script itself, or exists and `overwrite` is not set."""
-    if out.exists() and Path(script).exists() and out.samefile(script):
+    path = Path(script)
+    if out.exists() and path.exists() and out.samefile(path):
         raise InputError(f"--patch {out} would overwrite the script; name another file")
+    if path.is_dir() and path.resolve() in out.resolve().parents:
+        raise InputError(f"--patch {out} lies inside {script}; name a folder outside of it")
+    if out.exists() and path.is_dir():
+        raise InputError(f"{out} is there already; name a new folder for the copy of {script}")
     if out.exists() and not overwrite:
         raise InputError(f"{out} is there already; choose another name, or pass --overwrite")
 
 
-def _patch(source: bytes, script: str, out: Path) -> dict[str, object]:
+def _patch(project: "Project", out: Path) -> dict[str, object]:
+    """Write the plain script, or a copy of the folder with plain scripts."""
+    if project.path.is_dir():
+        left = _patch_folder(project, out)
+    else:
+        left = _patch_file(project.path, out)
+        others = [file.name for file in project.files[1:] if _needs_patch(file.read_bytes())]
+        if others:
+            note(f"{', '.join(others)} use an IPU's modules too: --patch the folder")
+    for entry in left:
+        note(f"{entry['file']}:{entry['line']}: not translated: {entry['what']}")
+    note(f"written: {out}")
+    return {"patched": str(out), "left": left}
+
+
+def _patch_folder(project: "Project", out: Path) -> list[dict[str, object]]:
+    import shutil
+
+    draft = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    left = []
+    try:
+        shutil.copytree(project.path, draft, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        for file in project.files:
+            if _needs_patch(file.read_bytes()):
+                left += _patch_file(file, draft / file.relative_to(project.path))
+        draft.replace(out)
+    except OSError as error:
+        raise InputError(f"{out} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return left
+
+
+def _needs_patch(source: bytes) -> bool:
+    from packhorse_port.tensorflow import patch as tensorflow
+
+    return b"poptorch" in source or tensorflow.uses_ipu(source)
+
+
+def _patch_file(file: Path, out: Path) -> list[dict[str, object]]:
+    """Write one plain script; returns what could not be translated."""
     from packhorse.atomic import new_file
     from packhorse_port.patch import translate
     from packhorse_port.tensorflow import patch as tensorflow
 
+    source = file.read_bytes()
     if tensorflow.uses_ipu(source):
         patched = tensorflow.translate(source)
     else:
-        patched = translate(source, Path(script).name)
-    with new_file(out) as file:
-        file.write(patched.text.encode("utf-8"))
-    for line, reason in patched.untranslated:
-        note(f"{script}:{line}: not translated: {reason}")
+        patched = translate(source, file.name)
+    with new_file(out) as target:
+        target.write(patched.text.encode("utf-8"))
     if b"torchvision" in source and find_spec("torchvision") is None:
-        note("the plain script needs torchvision itself, which is not installed here")
-    note(f"written: {out}")
-    untranslated = [{"line": line, "what": reason} for line, reason in patched.untranslated]
-    return {"patched": str(out), "left": untranslated}
+        note(f"{file}: the plain script needs torchvision itself, which is not installed here")
+    return [
+        {"file": str(file), "line": line, "what": reason} for line, reason in patched.untranslated
+    ]

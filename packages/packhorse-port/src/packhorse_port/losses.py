@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from packhorse_port.notices import UsageError
+from packhorse_port.notices import UsageError, log_once
 
 REDUCTIONS = {"sum": "sum", "mean": "mean", "none": "none", 0: "sum", 1: "mean", 2: "none"}
 ADVICE = (
@@ -93,6 +93,9 @@ def find_loss(call: ForwardCall, leaves: Sequence[Any], model: nn.Module) -> Ten
         raise UsageError(f"{_describe_forward(model)} returns {len(scalars)} scalars; {ADVICE}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return None
+    if _without_gradient(call, leaves):
+        log_once("untrained", f"{_describe_forward(model)}: its loss depends on no weight to train")
+        return None
     has_vector = any(isinstance(leaf, Tensor) and leaf.dim() == 1 for leaf in leaves)
     unreduced = (
         ' The loss is one number; with reduction="none" it is a vector.' if has_vector else ""
@@ -102,6 +105,12 @@ def find_loss(call: ForwardCall, leaves: Sequence[Any], model: nn.Module) -> Ten
         " with `return out, self.loss(out, labels)`, or mark the loss:"
         f' poptorch.identity_loss(loss, reduction="mean").{unreduced}'
     )
+
+
+def _without_gradient(call: ForwardCall, leaves: Sequence[Any]) -> bool:
+    """Whether there is a loss that was computed from no weight."""
+    numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() == 0]
+    return bool(call.losses) or sum(number.is_floating_point() for number in numbers) == 1
 
 
 def _final_mark(marked: list[Tensor], model: nn.Module) -> Tensor:

@@ -217,12 +217,56 @@ NAMES: dict[str, Name] = {
     **{name: Name("fails", meaning) for name, meaning in FAILS.items()},
 }
 
+# What a torch module has: on an executor these are the module's.
+_OF_MODULES = """
+T_destination add_module apply bfloat16 buffers call_super_init children compile cpu cuda double
+dump_patches eval extra_repr float forward get_buffer get_extra_state get_parameter get_submodule
+half ipu load_state_dict modules mtia named_buffers named_children named_modules named_parameters
+parameters register_backward_hook register_buffer register_forward_hook register_forward_pre_hook
+register_full_backward_hook register_full_backward_pre_hook register_load_state_dict_post_hook
+register_load_state_dict_pre_hook register_module register_parameter
+register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ set_extra_state
+set_submodule share_memory state_dict to to_empty train training type xpu zero_grad
+"""
+OF_MODULES = frozenset(_OF_MODULES.split())
+
 CUSTOM_OPS = "PACKHORSE_PORT_OPS"  # files that register stand-ins for custom operations
 
-# Other modules of the SDK that are provided; `script.SDK` has those that are not.
+# Modules beside poptorch that are provided where they are not installed; `script.SDK` has those
+# that are not.
 POPDIST = {
     "popdist": "the processes that poprun or torchrun starts",
     "popdist.poptorch": "options for them",
+}
+_POPART_ENUMS = {
+    "AccumulateOuterFragmentSchedule": "Scheduler Serial OverlapCycleOptimized"
+    " OverlapMemoryOptimized",
+    "AnchorReturnTypeId": "Final EveryN All Sum",
+    "BatchSerializationBatchSchedule": "Scheduler Isomorphic OverlapOnIo OverlapOnCompute",
+    "Instrumentation": "Outer Inner",
+    "MergeVarUpdateType": "Off All AutoLoose AutoTight",
+    "RecomputationType": "NoRecompute Standard NormOnly Pipeline RecomputeAll",
+    "ReductionType": "Sum Mean NoReduction",
+    "ReplicatedTensorSharding": "Off On",
+    "SubgraphCopyingStrategy": "OnEnterAndExit JustInTime",
+    "SyntheticDataMode": "Off Zeros RandomNormal RandomUniform",
+    "TensorStorage": "OffChip OnChip",
+    "TileSet": "Compute IO",
+    "VirtualGraphMode": "Off Manual Auto Pipeline ExecutionPhases",
+}
+POPART_ENUMS = {name: members.split() for name, members in _POPART_ENUMS.items()}
+_HOROVOD = """
+init shutdown is_initialized rank size local_rank local_size allreduce grouped_allreduce allgather
+broadcast broadcast_parameters broadcast_object Average Sum
+"""
+COMPANIONS = {
+    "popart": "the values that settings take; no graphs",
+    **{f"popart.{name}": "values that settings take" for name in POPART_ENUMS},
+    "examples_utils": "load_lib, which compiles nothing",
+    "examples_utils.load_lib": "compiles nothing: operations have stand-ins",
+    "horovod": "horovod.torch",
+    "horovod.torch": "the processes of popdist, over torch.distributed",
+    **{f"horovod.torch.{name}": "over torch.distributed" for name in _HOROVOD.split()},
 }
 
 # Modules that such scripts import, and the extra of packhorse that installs them.
@@ -242,11 +286,35 @@ EXTRAS = {
 }
 
 
+# Packages on PyPI by their module. Of a module that is not here no package is named: on PyPI
+# anyone may own that name.
+_SAME_NAME = """
+accelerate braceexpand deepspeed diffusers einops evaluate h5py imageio jsonlines librosa lightning
+mpi4py nltk numba numpy ogb omegaconf pandas pycocotools pytest rdkit requests sacrebleu scipy
+seaborn sentencepiece spektral tabulate tensorboardX tfrecord timm tokenizers torchaudio
+torchmetrics torchvision tritonclient wandb webdataset yacs
+"""
+PACKAGES = {name: name for name in _SAME_NAME.split()} | {
+    "PIL": "pillow",
+    "cv2": "opencv-python",
+    "skimage": "scikit-image",
+    "yaml": "pyyaml",
+    "pytorch_lightning": "pytorch-lightning",
+    "tensorflow_addons": "tensorflow-addons",
+    "tensorflow_datasets": "tensorflow-datasets",
+    "tensorflow_probability": "tensorflow-probability",
+    "torch_geometric": "torch-geometric",
+}
+
+
 def install_line(module: str) -> str:
-    """The command that installs a missing module."""
+    """How to install a missing module."""
     top = module.partition(".")[0]
-    package = f"'packhorse[{EXTRAS[top]}]'" if top in EXTRAS else top
-    return f"pip install {package}"
+    if top in EXTRAS:
+        return f"pip install 'packhorse[{EXTRAS[top]}]'"
+    if top in PACKAGES:
+        return f"pip install {PACKAGES[top]}"
+    return "install the package that has it, as the script's own notes say"
 
 
 def nearest(name: str, known: Iterable[str] = NAMES) -> str:

@@ -5,9 +5,10 @@
 None means torch's default. Of PopTorch's own arguments these have an effect: `max_grad_norm` (all
 gradients clipped together before the step), `bias_correction=False`, `use_tf_variant` (RMSprop as
 in TensorFlow: mean squares start at 1, ε inside the root, learning rate inside the momentum).
-Scaling of loss and velocity and the dtypes of accumulators only keep half precision in range; they
-are stored as attributes and logged once. `LAMB` is `packhorse.optim.LAMB` (You et al. 2019) with
-PopTorch's defaults.
+Weights in half are updated in fp32, from moments in fp32, and rounded once: in half the squares of
+gradients would vanish and the steps explode. Scaling of loss and velocity and the dtypes of
+accumulators are stored as attributes and logged once. `LAMB` is `packhorse.optim.LAMB` (You et al.
+2019) with PopTorch's defaults.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from packhorse import optim
 from packhorse.optim.lamb import STEP_WITHOUT_CORRECTION
+from packhorse_port.casting import HALVES
 from packhorse_port.names import nearest
 from packhorse_port.notices import UsageError, line_prefix, log_once
 
@@ -242,7 +244,7 @@ _POPTORCH_ONLY = {
     *_MOMENTS,
 }
 _SCALING = "has no effect: nothing is scaled; in fp32 nothing vanishes, in half small gradients may"
-_STORED = "has no effect: gradients and moments have the types torch gives them"
+_STORED = "has no effect: gradients have the type of their weights, and moments fp32"
 _NO_EFFECT = {
     "loss_scaling": _SCALING,
     "velocity_scaling": _SCALING,
@@ -280,8 +282,37 @@ def _store(optimizer: Any, arguments: dict[str, Any], **defaults: Any) -> None:
             log_once(f"optim.{name}", f"{name}={value} {_NO_EFFECT[name]}")
     allowed = [*optimizer.defaults, "loss_scaling"]
     optimizer.variable_attrs = VariableAttributes(arguments, allowed)
+    optimizer.register_step_pre_hook(_widen)
+    optimizer.register_step_post_hook(_narrow)
     if getattr(optimizer, "max_grad_norm", NO_CLIP) != NO_CLIP:
         optimizer.register_step_pre_hook(_clip)
+
+
+def _widen(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Before a step: the weights in half, their gradients and moments become fp32."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer._narrow_data = [
+        (parameter, parameter.data, parameter.grad)
+        for parameter in parameters
+        if parameter.dtype in HALVES and parameter.grad is not None
+    ]
+    for parameter, data, grad in optimizer._narrow_data:
+        parameter.grad = None
+        parameter.data = data.float()
+        parameter.grad = grad.float()
+        state = optimizer.state.get(parameter, {})
+        for name, value in state.items():
+            if getattr(value, "dtype", None) in HALVES:  # as load_state_dict casts them
+                state[name] = value.float()
+
+
+def _narrow(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """After it: the updated weights, rounded to half, where they were."""
+    for parameter, data, grad in optimizer.__dict__.pop("_narrow_data", ()):
+        data.copy_(parameter.data)
+        parameter.grad = None
+        parameter.data = data
+        parameter.grad = grad
 
 
 def _clip(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -2,16 +2,18 @@
 
 The text is edited where PopTorch's names are and left alone elsewhere, including comments and
 layout. Settings of `Options` are read from the syntax tree (`syntax`) and written where they act:
-as a factor of a batch size, and as arguments of `call_training` and `call_inference`, whose source
-(`plain`) is written once at the top. A line that cannot be translated (a setting made under a
-condition, options returned by a function, an operation without a counterpart) is kept, marked and
-reported.
+as a factor of a batch size, and in the loops over micro batches that take the place of calls
+(`plain_loops`). Where a call cannot be written as a loop, they are arguments of `call_training` and
+`call_inference`, whose source (`plain`) is written once at the top. A line that cannot be
+translated (a setting made under a condition, options returned by a function, an operation without a
+counterpart) is kept, marked and reported.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import decode_source
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import NamedTuple
 from packhorse.errors import InputError
 from packhorse_port import __version__
 from packhorse_port.names import NAMES
+from packhorse_port.plain_loops import ExecutorLoop, executor_loops
 from packhorse_port.syntax import (
     ATTRIBUTES,
     NameOrigins,
@@ -35,6 +38,8 @@ from packhorse_port.syntax import (
 
 MARK = "# packhorse port, not translated: "
 VERSION = "__version__"
+DEVICE = 'torch.device("cuda" if torch.cuda.is_available() else "cpu")'
+EXECUTORS = ("poptorch.trainingModel", "poptorch.inferenceModel")
 LOADERS = ("DataLoader", "AsynchronousDataAccessor")
 # Statements that a plain script does not need
 NEEDLESS = {
@@ -174,6 +179,59 @@ class ScriptPatcher:
         self.separate = set(map(id, separate_expressions(self.tree)))
         self.plans = option_plans(self.tree, self.origins)
         self.untranslated += self.plans.untranslated
+        bound = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+        self.device = "device" if "device" not in bound else "torch_device"
+        self.loops = executor_loops(self.tree, self.origins, self.executor_plans())
+        self.statement_loops = {
+            statement: loop for loop in self.loops.values() for statement in loop.calls
+        }
+        self.set_modes()
+
+    def executor_plans(self) -> dict[ast.Call, OptionsPlan]:
+        """The settings of each executor where it is created, if they are known."""
+        plans = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call) and self.origins.path(node.func) in EXECUTORS:
+                words = {word.arg: word.value for word in node.keywords}
+                self.line = node.lineno
+                with suppress(Untranslatable):
+                    second = node.args[1] if len(node.args) > 1 else None
+                    plans[node] = self.plan(words.get("options", second))
+        return plans
+
+    def set_modes(self) -> None:
+        """Where one module trains and infers, set its mode before each loop: executors kept it."""
+        if len({loop.training for loop in self.loops.values()}) < 2:
+            return
+        lines = set()
+        for statement, loop in self.statement_loops.items():
+            mode = "train" if loop.training else "eval"
+            lines.add((self.whole_loop(statement).lineno, f"{loop.variable}.{mode}()"))
+        for line, text in sorted(lines):
+            self.text.insert_line(line, text)
+
+    def whole_loop(self, statement: ast.stmt) -> ast.stmt:
+        """The innermost `for` around a call, if nothing else is done with executors in it."""
+        around = [
+            (node.lineno, node, set(ast.walk(node)))
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.For)
+        ]
+        holding = [entry for entry in around if statement in entry[2]]
+        if not holding:
+            return statement
+        _, node, inside = max(holding, key=lambda entry: entry[0])
+        loop = self.statement_loops[statement]
+        others = any(
+            call in inside for call, other in self.statement_loops.items() if other is not loop
+        )
+        created = any(
+            isinstance(inner, ast.Name)
+            and inner.id == loop.variable
+            and isinstance(inner.ctx, ast.Store)
+            for inner in inside
+        )
+        return statement if others or created else node
 
     # Statements
 
@@ -183,6 +241,8 @@ class ScriptPatcher:
         if isinstance(node, ast.Import | ast.ImportFrom):
             return self.imports(node)
         value = getattr(node, "value", None)
+        if (loop := self.statement_loops.get(node)) and self.call_in_loop(node, loop):
+            return False
         if isinstance(node, ast.Expr | ast.Assign | ast.AnnAssign) and value is not None:
             if (kind := self.origins.kind(value)).startswith("Options"):
                 return self.options(node, value)
@@ -191,9 +251,41 @@ class ScriptPatcher:
             called = value.func if isinstance(value, ast.Call) else value
             if isinstance(node, ast.Expr) and self.origins.name(called) in NEEDLESS:
                 return True
+            if self.executor(node, called):
+                return isinstance(node, ast.Expr)
         for part in statement_parts(node):
             if not (part in getattr(node, "decorator_list", []) and self.decorator(part)):
                 self.expression(part)
+        return False
+
+    def executor(self, node: ast.stmt, called: ast.expr) -> bool:
+        """Whether this creates an executor that becomes loops, or sets its optimizer, as it is."""
+        name = self.origins.name(called)
+        if isinstance(called, ast.Attribute) and name == "PoplarExecutor.setOptimizer":
+            return dotted(called.value) in self.loops
+        if name not in ("trainingModel", "inferenceModel") or not isinstance(node, ast.Assign):
+            return False
+        loop = self.loops.get(dotted(node.targets[0]))
+        if loop is None:
+            return False
+        self.modules.add("torch")
+        self.text.replace_node(node.value, f"{ast.unparse(loop.model)}.to({self.device})")
+        return True
+
+    def call_in_loop(self, node: ast.stmt, loop: ExecutorLoop) -> bool:
+        """Write a call as a loop; False if the rest of its statement is still to be translated."""
+        self.modules.add("torch")
+        indent = " " * node.col_offset
+        if loop.training:
+            lines = loop.lines(node, self.device)
+            self.text.replace_node(node, f"\n{indent}".join(lines))
+            return True
+        self.text.insert(self.text.begin(node), f"with torch.no_grad():\n{indent}    ")
+        for call in loop.calls[node]:
+            for value in [*call.args, *(word.value for word in call.keywords)]:
+                self.text.insert(self.text.end(value), f".to({self.device})")
+            if getattr(node, "value", None) is not call:  # then it is used as a tensor
+                self.text.insert(self.text.end(call), ".cpu()")
         return False
 
     def imports(self, node: ast.Import | ast.ImportFrom) -> bool:
@@ -307,6 +399,11 @@ class ScriptPatcher:
             plan := self.plans.at(dotted(node).partition(".")[0], self.line)
         ):
             self.text.replace_node(node, getattr(plan, ATTRIBUTES[name]))
+        elif isinstance(node, ast.Attribute) and dotted(node.value) in self.loops:
+            if not _is_of_module(name):
+                raise Untranslatable(describe(name))
+            if name.endswith(".model"):
+                self.text.replace(self.text.end(node.value), self.text.end(node), "")
         elif isinstance(node, ast.Attribute) and _is_of_module(name):
             # The model is the first argument that functools.partial holds.
             attribute = "" if name.endswith(".model") else f".{node.attr}"
@@ -440,14 +537,16 @@ class ScriptPatcher:
         imports = [f"import {name}" for name in sorted(self.modules - bound - {"typing"})]
         if "typing" in self.modules:
             imports.append("from typing import Any")
-        if not imports:
+        if not imports and not self.loops:
             return
         functions = plain_functions(self.steps)
         defined = {node.name for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
         if clash := sorted(defined & set(functions)):
             raise InputError(f"the script has a function {clash[0]} of its own; rename it first")
         line = max((node.end_lineno or 0 for node in leading_imports(self.tree)), default=0)
-        text = "\n".join(imports) + "\n"
+        text = "\n".join(imports) + ("\n" if imports else "")
+        if self.loops:
+            text += f"\n{self.device} = {DEVICE}\n"
         text += "".join(f"\n\n{function}\n" for function in functions.values())
         self.text.insert(self.text.line_starts[line], text + ("\n\n" if functions else ""))
 

@@ -45,7 +45,6 @@ class ReplicaGroup:
     data_processes: int = 1  # processes that each read their own data
     team: dist.Team = field(default_factory=dist.Team)
     replica_buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # by replica
-    connection: ExitStack = field(default_factory=ExitStack)
     connected: bool = False
 
     @classmethod
@@ -78,8 +77,7 @@ class ReplicaGroup:
         """Join the other processes, if any, and take the first one's weights; whether it did."""
         if self.connected or self.team.world == 1:
             return False
-        self.connection.enter_context(dist.joined(device))
-        atexit.register(self.connection.close)
+        join_once(device)
         self.connected = True
         with torch.no_grad():
             self.team.share([tensor.detach() for tensor in weights.counterparts.values()])
@@ -130,6 +128,16 @@ def _interleave(parts: tuple[Any, ...], steps: int) -> Any:
     rows = [part if part.dim() else part[None] for part in parts]
     chunks = [part.chunk(steps) for part in rows]
     return torch.cat([part[step] for step in range(steps) for part in chunks])
+
+
+def join_once(device: torch.device | None = None) -> dist.Team:
+    """Join the other processes, if any, until this one ends; a process has one such group."""
+    team = dist.team_from_environment()
+    if team.world > 1 and not torch.distributed.is_initialized():
+        connection = ExitStack()
+        connection.enter_context(dist.joined(choose_device() if device is None else device))
+        atexit.register(connection.close)
+    return team
 
 
 def local_device() -> torch.device:

@@ -37,7 +37,6 @@ Summary = Literal["text", "json", "quiet"]
 PORT = "packhorse_port"
 TORCHVISION = "packhorse_port.torchvision"
 TENSORFLOW = "packhorse_port.tensorflow"
-POPDIST = "packhorse_port.popdist"
 IPU_MODULES = (
     "tensorflow.python.ipu",
     "tensorflow.keras.ipu",
@@ -46,9 +45,19 @@ IPU_MODULES = (
     "popdist",
 )
 
+# Modules beside poptorch, where they are not installed, and where ours are.
+COMPANIONS = {
+    "popdist": "packhorse_port.popdist",
+    "popdist.poptorch": "packhorse_port.popdist.poptorch",
+    "popart": "packhorse_port.companions.popart",
+    "examples_utils": "packhorse_port.companions.examples_utils",
+    "horovod": "packhorse_port.companions.horovod",
+    "horovod.torch": "packhorse_port.companions.horovod.torch",
+}
+POPART = "graphs of PopART cannot run here; write the model in PyTorch"
+
 # Modules of the SDK that are not provided, and what to do instead.
 SDK = {
-    "popart": "graphs of PopART cannot run here; write the model in PyTorch",
     "popxl": "graphs of PopXL cannot run here; write the model in PyTorch",
     "poplar": "Poplar programs cannot run here; write the operation in PyTorch",
     "poprt": "packhorse.PackRunner packs and runs requests; see docs/coming-from.md",
@@ -122,7 +131,7 @@ def hide_torchvision(
     """`importlib.util.find_spec` that does not find our torchvision."""
 
     def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
-        if name in SDK and not _is_installed(name):
+        if (name in SDK or name in COMPANIONS) and not _is_installed(name):
             return None
         if name.partition(".")[0] == "torchvision":
             loaded = sys.modules.get("torchvision")
@@ -140,8 +149,8 @@ class ImportFinder:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> Any:
         top, _, rest = name.partition(".")
-        if name in ("popdist", "popdist.poptorch") and not _is_installed(name):
-            return _spec(name, AliasLoader(POPDIST + name.removeprefix("popdist")))
+        if name in COMPANIONS and not _is_installed(name):
+            return _spec(name, AliasLoader(COMPANIONS[name]))
         if name.startswith(IPU_MODULES) and find_spec(TENSORFLOW):
             return _spec(name, IpuLoader)
         # A script's own poptorch.py, in its folder (the first entry of the path), wins.

@@ -10,6 +10,7 @@ starts; a script that is started alone is one instance. Each instance has as man
 """
 
 import os
+from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import Any
 
@@ -74,6 +75,13 @@ def checkNumIpusPerReplica(num_ipus: int) -> None:
 def getDeviceId(ipus_per_replica: int | None = None) -> int:
     """The number of this process's device."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def execute_on_instances(
+    instances: Collection[int], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call the function in these processes; the others get None."""
+    return function(*args, **kwargs) if getInstanceIndex() in instances else None
 
 
 def __getattr__(name: str) -> Any:

@@ -111,6 +111,7 @@ def _extend_tensorflow() -> None:
 def modules() -> dict[str, ModuleType]:
     """Every module of the table, with its contents, by its full name."""
     provided = {name.rpartition(".")[0] for name in NAMES} & NAMES.keys()
+    provided.discard("popdist.poptorch")  # which needs torch
     missing_modules = {
         name for name in FAILS if name.rpartition(".")[0] in (*HOMES, "ipu.ops") and name.islower()
     }

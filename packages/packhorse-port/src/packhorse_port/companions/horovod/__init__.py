@@ -1,0 +1,1 @@
+"""`horovod`: its module `horovod.torch`, over torch.distributed."""
