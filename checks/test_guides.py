@@ -45,7 +45,8 @@ def test_the_table_of_kernels_is_true() -> None:
     assert kernel("native").serves.mismatch(cpu, torch.bfloat16) is None
     cuda = torch.device("cuda")
     assert kernel("fused").serves.mismatch(cuda, torch.bfloat16, True, 64) is None
-    assert "heads of 32 or 64" in text and list(kernel("fused").serves.head_sizes or ()) == [32, 64]
+    assert "heads of 32, 64, 96 or 128" in text
+    assert list(kernel("fused").serves.head_sizes or ()) == [32, 64, 96, 128]
     assert kernel("varlen").serves.mismatch(cuda, torch.float16, True, 128) is None
 
 
