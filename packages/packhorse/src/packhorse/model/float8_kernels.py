@@ -2,10 +2,11 @@
 writes what the next product reads.
 
 `cast` is an activation and the rounding to float8; `add_norm_cast` a residual sum and its
-LayerNorm, written in bf16 for the next sum and in float8 for the next product. Both are bound by the bytes that they move. GELU by torch's erf is not: it
-takes twice as long as its bytes. So GELU(x) is max(x, 0) - |x| Φ(-|x|) with Φ as 2 to a polynomial
-(as in product.c), one instruction for the exponential; it differs from the exact value by 0.5 % of
-|x| Φ(-|x|), where rounding to float8 may take 6 %.
+LayerNorm, written in bf16 for the next sum and in float8 for the next product. Both are bound by
+the bytes that they move. GELU by torch's erf is not: it takes twice as long as its bytes. So
+GELU(x) is max(x, 0) - |x| Φ(-|x|) with Φ as 2 to a polynomial (as in product.c), one instruction
+for the exponential; it differs from the exact value by 0.5 % of |x| Φ(-|x|), where rounding to
+float8 may take 6 %.
 
 NaN stays NaN in all of them; numbers beyond the range of float8 become its largest, because that is
 how the processor converts to float8.
