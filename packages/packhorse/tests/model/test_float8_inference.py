@@ -155,20 +155,7 @@ def kernels_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         y = F.layer_norm(x + residual, weight.shape, weight, bias, eps)
         return y, to_float8(y, steps)
 
-    def embed_norm(
-        ids: Tensor,
-        types: Tensor,
-        positions: Tensor,
-        tables: tuple[Tensor, ...],
-        weight: Tensor,
-        bias: Tensor,
-        eps: float,
-    ) -> Tensor:
-        rows = (ids, types, positions)
-        x = sum(F.embedding(row, table) for row, table in zip(rows, tables, strict=True))
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-    module.cast, module.add_norm_cast, module.embed_norm = cast, add_norm_cast, embed_norm
+    module.cast, module.add_norm_cast = cast, add_norm_cast
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(float8_inference, "_has_kernels", lambda bert: True)
 

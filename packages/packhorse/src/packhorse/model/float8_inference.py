@@ -35,7 +35,6 @@ from packhorse.errors import KernelError
 from packhorse.model.bert import (
     AddNorm,
     Bert,
-    BertEmbeddings,
     BertLayer,
     SelfAttention,
     UpProjection,
@@ -202,41 +201,6 @@ class Float8Layer(nn.Module):
         return triton_float8.blocks(plan.cu_seqlens, plan.order, len(x), tuning[0])
 
 
-class FusedEmbeddings(nn.Module):
-    """BERT's embeddings, their sum and its norm by one kernel."""
-
-    def __init__(self, embed: BertEmbeddings) -> None:
-        super().__init__()
-        types, positions, norm = embed.types, embed.positions, embed.norm
-        if types is None or positions is None or not isinstance(norm, nn.LayerNorm):
-            raise KernelError("only BERT's own embeddings can be fused")
-        self.words, self.types, self.positions, self.norm = embed.words, types, positions, norm
-
-    def forward(self, packed: Packed) -> Tensor:
-        """[T, E]."""
-        from packhorse.model.float8_kernels import embed_norm
-
-        tables = (self.words.weight, self.types.weight, self.positions.weight)
-        norm = self.norm
-        ids = packed.ids, packed.types, packed.positions
-        return embed_norm(*ids, tables, norm.weight, norm.bias, norm.eps)
-
-
-def can_fuse_embeddings(embed: nn.Module) -> bool:
-    """Whether `FusedEmbeddings` computes what these embeddings do."""
-    return (
-        isinstance(embed, BertEmbeddings)
-        and embed.types is not None
-        and embed.types.num_embeddings > 1
-        and embed.positions is not None
-        and not embed.offset
-        and embed.scale is None
-        and isinstance(embed.norm, nn.LayerNorm)
-        and embed.norm.bias is not None
-        and isinstance(embed.project, nn.Identity)
-    )
-
-
 def _product(module: nn.Module) -> Float8Product:
     if not isinstance(module, Float8Product):
         raise KernelError("only a layer whose products are all float8 can be fused")
@@ -313,8 +277,6 @@ def _has_kernels(bert: Bert) -> bool:
 
 def _fuse(bert: Bert) -> None:
     """Run the layers that can as `Float8Layer`, which hand one another float8."""
-    if can_fuse_embeddings(bert.embed):
-        bert.embed = FusedEmbeddings(bert.embed)  # pyright: ignore[reportAttributeAccessIssue]
     for number, layer in enumerate(bert.layers):
         if can_fuse(layer):
             bert.layers[number] = Float8Layer(layer)  # pyright: ignore[reportArgumentType]

@@ -1,12 +1,12 @@
 """What lies between the float8 products of a BERT layer, in Triton: each reads its input once and
 writes what the next product reads.
 
-`embed_norm` is what BERT's layers begin with. `cast` is an activation and the rounding to float8;
-`add_norm_cast` a residual sum and its LayerNorm, written in bf16 for the next sum and in float8
-for the next product. They are bound by the bytes that they move. GELU by torch's erf is not: it
-takes twice as long as its bytes. So GELU(x) is max(x, 0) - |x| Φ(-|x|) with Φ as 2 to a polynomial
-(as in product.c), one instruction for the exponential; it differs from the exact value by 0.5 % of
-|x| Φ(-|x|), where rounding to float8 may take 6 %.
+`cast` is an activation and the rounding to float8; `add_norm_cast` a residual sum and its
+LayerNorm, written in bf16 for the next sum and in float8 for the next product. Both are bound by
+the bytes that they move. GELU by torch's erf is not: it takes twice as long as its bytes. So
+GELU(x) is max(x, 0) - |x| Φ(-|x|) with Φ as 2 to a polynomial (as in product.c), one instruction
+for the exponential; it differs from the exact value by 0.5 % of |x| Φ(-|x|), where rounding to
+float8 may take 6 %.
 
 NaN stays NaN in all of them; numbers beyond the range of float8 become its largest, because that is
 how the processor converts to float8.
@@ -82,29 +82,6 @@ def add_norm_cast(
     return out, rounded
 
 
-def embed_norm(
-    ids: Tensor,
-    types: Tensor,
-    positions: Tensor,
-    tables: tuple[Tensor, Tensor, Tensor],
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    warps: int = 4,
-) -> Tensor:
-    """LayerNorm of the sum of three embeddings, [T, E]; `tables` of words, types and positions."""
-    keep_compiled_code_private()
-    words, type_vectors, position_vectors = tables
-    tokens, width = len(ids), words.shape[1]
-    out = torch.empty((tokens, width), dtype=words.dtype, device=words.device)
-    kernel: Any = _embed_norm
-    kernel[(tokens,)](
-        ids, types, positions, words, type_vectors, position_vectors, weight, bias, out, eps, width,
-        triton.next_power_of_2(width), num_warps=warps,
-    )  # fmt: skip
-    return out
-
-
 @triton.jit
 def activated(
     x: tl.tensor, steps: tl.tensor, log_steps: tl.tensor, ACTIVATION: tl.constexpr
@@ -168,36 +145,3 @@ def _add_norm_cast(
     y = centered * (1.0 / deviation)[:, None] * weight[None, :] + bias[None, :]
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(rounded_ptr + at, (y * steps).to(rounded_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _embed_norm(
-    ids_ptr: tl.tensor,
-    types_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    words_ptr: tl.tensor,
-    type_vectors_ptr: tl.tensor,
-    position_vectors_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    eps: tl.tensor,
-    width: tl.tensor,
-    COLUMNS: tl.constexpr,
-) -> None:
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, COLUMNS)
-    mask = columns < width
-    word = tl.load(ids_ptr + token).to(tl.int64) * width
-    kind = tl.load(types_ptr + token).to(tl.int64) * width
-    position = tl.load(positions_ptr + token).to(tl.int64) * width
-    x = tl.load(words_ptr + word + columns, mask=mask, other=0.0).to(tl.float32)
-    x += tl.load(type_vectors_ptr + kind + columns, mask=mask, other=0.0).to(tl.float32)
-    x += tl.load(position_vectors_ptr + position + columns, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(x, 0) / width
-    centered = tl.where(mask, x - mean, 0.0)
-    deviation = tl.sqrt(tl.sum(centered * centered, 0) / width + eps)
-    y = centered * (1.0 / deviation) * weight + bias
-    tl.store(out_ptr + token * width + columns, y.to(out_ptr.dtype.element_ty), mask=mask)
