@@ -61,7 +61,7 @@ def models(save_once: Any, tf: Any, tf_bert: Any, tmp_path_factory: Any) -> dict
     for path in (home / "frozen").glob("*ckpt*"):
         path.unlink()
     (home / "frozen" / "checkpoint").unlink()
-    checkpoint.write(home / "int8", loaded, int8=True)
+    checkpoint.write(home / "int8", loaded, products=torch.int8)
     (home / "gguf").mkdir()
     shutil.copy(Path(__file__).parent / "ggufs" / "bert.gguf", home / "gguf" / "model.gguf")
     shutil.copytree(home / "hf", home / "adapter" / "base")

@@ -114,6 +114,7 @@ def test_every_flag_arrives(cli, home: Path) -> None:
         "mask_probability": 0.2,
         "max_predictions": None,
         "whole_words": True,
+        "span_length": 0.0,
         "duplicates": 2,
         "static_masks": True,
         "seed": 3,
