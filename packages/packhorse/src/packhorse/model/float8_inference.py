@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from torch.nn import functional as F
 
 from packhorse.attention.fused import Fused, FusedPlan
 from packhorse.attention.kernels import AttentionPlan
-from packhorse.device import fast_float8, float8_products
+from packhorse.device import fast_float8, float8_products, runs_triton
 from packhorse.errors import KernelError
 from packhorse.model.bert import (
     AddNorm,
@@ -272,7 +271,8 @@ def use_float8(
 
 def _has_kernels(bert: Bert) -> bool:
     """Whether the Triton kernels can run where the model is."""
-    return float8_products(bert.embed.words.weight.device) and find_spec("triton") is not None
+    device = bert.embed.words.weight.device
+    return float8_products(device) and runs_triton(device)
 
 
 def _fuse(bert: Bert) -> None:

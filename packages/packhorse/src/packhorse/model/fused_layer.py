@@ -20,7 +20,6 @@ Shapes: T tokens, E hidden width.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from packhorse.attention.kernels import AttentionPlan
+from packhorse.device import runs_triton
 from packhorse.model import float8, rows
 from packhorse.model.bert import Bert, BertLayer, SelfAttention, UpProjection
 
@@ -47,9 +47,7 @@ def use(bert: Bert) -> int:
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Do the kernels run there (CUDA from Ampere on, in half precision, with Triton)?"""
-    if device.type != "cuda" or dtype not in HALF or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return dtype in HALF and runs_triton(device)
 
 
 def fits(layer: BertLayer) -> bool:
