@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from packhorse import attention
 from packhorse import device as devices
-from packhorse.model import fused_layer, rows
+from packhorse.model import float8_inference, fused_layer, rows
 from packhorse.model.config import BertConfig
 from packhorse.optim import lamb
 from packhorse.packing.batch import Packed
@@ -82,3 +83,15 @@ def test_a_model_runs_while_its_device_is_current(monkeypatch: pytest.MonkeyPatc
     backend.prepare_later([packed])
     assert backend.prepare_next()
     assert ran and set(ran) == {1}
+
+
+@pytest.mark.parametrize(("room", "has"), [(99 << 10, False), (227 << 10, True)])
+def test_the_product_with_activation_needs_room(
+    gpu: list[tuple[int, int]], room: int, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blackwell's small GPUs (12.0) have 99 KiB, its large ones and Hopper 227."""
+    gpu[0] = (12, 0)
+    found = SimpleNamespace(shared_memory_per_block_optin=room)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert float8_inference._has_product(CUDA) == has
+    assert not float8_inference._has_product(torch.device("cpu"))

@@ -45,6 +45,7 @@ LARGEST = torch.finfo(E4M3).max
 SMALLEST = 1e-12  # of a scale, for an input that was always 0
 HEADROOM = 2.0  # the largest number of an input, over the largest that calibration saw
 WIDTH = 256  # of a tile of `float8_product`
+TILES = 184 << 10  # bytes of shared memory that its tiles take, at most
 MULTIPLE = 16  # torch._scaled_mm needs both sides of a weight to be multiples of this
 
 
@@ -145,7 +146,7 @@ class Float8Layer(nn.Module):
         self.attention_norm = layer.attention_norm
         self.norm = layer.norm
         # The first product of the feed-forward is ours, with its activation, on Hopper.
-        self.one_kernel = fast_float8(self.up.weight.device) and not self.up.outputs % WIDTH
+        self.one_kernel = _has_product(self.up.weight.device) and not self.up.outputs % WIDTH
         self.next_steps: float | None = None  # of the float8 that the following layer reads
 
     def forward(self, x: Tensor | Float8Hidden, plan: AttentionPlan) -> Tensor | Float8Hidden:
@@ -198,6 +199,13 @@ class Float8Layer(nn.Module):
         if tuning is None:  # `fused` may serve heads that were not tuned here
             return None
         return triton_float8.blocks(plan.cu_seqlens, plan.order, len(x), tuning[0])
+
+
+def _has_product(device: torch.device) -> bool:
+    """Whether `float8_product` runs there; Blackwell's small GPUs have no room for its tiles."""
+    if not fast_float8(device):
+        return False
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= TILES
 
 
 def _product(module: nn.Module) -> Float8Product:
