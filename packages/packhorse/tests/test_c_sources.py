@@ -81,6 +81,16 @@ def build() -> ModuleType:
     return hatch_build
 
 
+def test_a_library_of_another_header_has_another_name(tmp_path: Path) -> None:
+    for name in ("int8.c", "vectors.h"):
+        shutil.copy(PACKAGE / "model" / name, tmp_path)
+    before = library_name(tmp_path / "int8.c", (), "avx2")
+    assert before == library_name(PACKAGE / "model" / "int8.c", (), "avx2")
+    header = tmp_path / "vectors.h"
+    header.write_text(header.read_text("utf-8").replace("13.5f", "13.0f"), "utf-8")
+    assert library_name(tmp_path / "int8.c", (), "avx2") != before
+
+
 @pytest.fixture(scope="module")
 def libraries(build: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a wheel for this machine has."""

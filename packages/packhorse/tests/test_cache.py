@@ -142,6 +142,26 @@ def test_torch_and_triton_compile_into_private_folders(
     assert os.environ["TRITON_CACHE_DIR"] == str(root / "triton")
 
 
+def test_a_launch_does_not_check_folders_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes a millisecond of the host, and a layer launches several kernels."""
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "set below")
+    calls: list[str] = []
+    monkeypatch.setattr(cache, "private_folder", lambda name: calls.append(name) or name)
+    cache.keep_kernels_private.cache_clear()
+    for _ in range(3):
+        cache.keep_kernels_private()
+    assert sorted(calls)[-1] == "triton" and len(calls) == 2
+    cache.keep_kernels_private.cache_clear()
+    package = Path(cache.__file__).parent
+    sources = {path: path.read_text("utf-8") for path in package.rglob("*.py")}
+    kernels = [path for path, text in sources.items() if "@triton.jit" in text]
+    assert len(kernels) >= 7
+    for path in kernels:
+        assert "keep_kernels_private()" in sources[path], path
+        assert "keep_compiled_code_private" not in sources[path], path
+
+
 COMPILED = """
 import torch
 from packhorse import executable, processor

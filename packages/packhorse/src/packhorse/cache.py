@@ -16,6 +16,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -77,6 +78,12 @@ def keep_compiled_code_private() -> None:
     vectors = torch.backends.cpu.get_cpu_capability().replace(" ", "-").lower()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder(f"inductor-{vectors}"))
     os.environ["TRITON_CACHE_DIR"] = str(private_folder("triton"))
+
+
+@cache
+def keep_kernels_private() -> None:
+    """The same, once a process: for every launch of a kernel, where checking folders would show."""
+    keep_compiled_code_private()
 
 
 def is_private_file(file: Path) -> bool:

@@ -8,9 +8,13 @@ The choice is made once, when a model is loaded, and stays with it; nothing here
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 
+from packhorse.cache import keep_compiled_code_private
 from packhorse.errors import InputError
 from packhorse.processor import features
 
@@ -100,6 +104,38 @@ def fast_float8(device: torch.device) -> bool:
 def float8_products(device: torch.device) -> bool:
     """Does it multiply float8 matrices with a scale per tensor in hardware (Ada or newer)?"""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def triton_obstacle(device: torch.device) -> str | None:
+    """Why Triton's kernels do not run on a GPU, or None."""
+    if find_spec("triton") is None:
+        return "Triton is not installed; it comes with torch for CUDA on Linux"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than Ampere (capability 8.0)"
+    return _cache_problem()
+
+
+@cache
+def _cache_problem() -> str | None:
+    """Why Triton has no folder to keep compiled kernels in, or None."""
+    try:
+        keep_compiled_code_private()
+    except InputError as error:
+        return str(error)
+    return None
+
+
+@cache  # asked at every launch
+def runs_triton(device: torch.device) -> bool:
+    """Do Triton's kernels run there (CUDA from Ampere on, with Triton installed)?"""
+    return device.type == "cuda" and triton_obstacle(device) is None
+
+
+def current(device: torch.device) -> AbstractContextManager[None]:
+    """Make a GPU the current one meanwhile: Triton and CUDA graphs launch there, wherever the
+    tensors are.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def synchronize(device: torch.device) -> None:

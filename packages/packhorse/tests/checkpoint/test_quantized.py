@@ -201,6 +201,12 @@ def float8_folder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return checkpoint.write(target, replace(loaded, scales=scales), products=torch.float8_e4m3fn)
 
 
+def test_float8_without_scales_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"layers\.0\..*weight has no scale for float8; write"):
+        checkpoint.write(tmp_path / "x", checkpoint.load(source), products=torch.float8_e4m3fn)
+    assert not (tmp_path / "x").exists()
+
+
 def test_float8_has_weights_and_inputs_with_a_scale_each(source: Path, float8_folder: Path) -> None:
     stored = load_file(float8_folder / "model.safetensors")
     rounded = {name for name, x in stored.items() if x.dtype == torch.float8_e4m3fn}
@@ -277,7 +283,10 @@ def test_a_file_without_scales_of_inputs_is_calibrated(float8_folder: Path, tmp_
     assert cosines.min() > 0.99
 
 
-@pytest.mark.parametrize("scale", [torch.tensor([0.0]), torch.ones(2), torch.tensor([1])])
+WRONG_SCALES = (torch.tensor([0.0]), torch.tensor([torch.inf]), torch.ones(2), torch.tensor([1]))
+
+
+@pytest.mark.parametrize("scale", WRONG_SCALES, ids=str)
 def test_a_wrong_scale_of_an_input_is_refused(
     float8_folder: Path, tmp_path: Path, scale: torch.Tensor
 ) -> None:
@@ -285,7 +294,7 @@ def test_a_wrong_scale_of_an_input_is_refused(
         tensors[next(name for name in tensors if name.endswith("input_scale"))] = scale
 
     path = changed(float8_folder, tmp_path / "wrong", wrong)
-    with pytest.raises(CheckpointError, match=r"input_scale holds .* one number above 0 is read"):
+    with pytest.raises(CheckpointError, match=r"input_scale holds .* one finite number above 0"):
         checkpoint.load(path)
 
 

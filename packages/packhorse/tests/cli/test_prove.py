@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from packhorse import checkpoint
 from packhorse.cli import main
+from packhorse.model.int8 import Int8Linear
+from packhorse.reports import random_model
 from packhorse.runtime import proof
+from packhorse.runtime.backend import TorchBackend
 
 pytestmark = pytest.mark.machine
 
@@ -57,3 +65,25 @@ def test_mistakes_are_one_line(minilm, capsys, arguments: list[str], message: st
     assert main(["prove", *(a.format(minilm=minilm) for a in arguments)]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert message in lines[-1] and lines[-1].startswith("packhorse: ")
+
+
+def test_layers_that_a_folder_keeps_are_proven_as_they_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = random_model.write("tiny", tmp_path / "tiny")
+    loaded = replace(checkpoint.load(source), kept=("1.down",))
+    folder = checkpoint.write(tmp_path / "int8", loaded, products=torch.int8)
+    kinds: list[set[str]] = []
+
+    class Seen(TorchBackend):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            layers = self.model.bert.layers
+            modules = dict(layers.named_modules())
+            kinds.append({n for n, m in modules.items() if isinstance(m, Int8Linear)})
+
+    monkeypatch.setattr(proof, "TorchBackend", Seen)
+    arguments = ["prove", str(folder), "--packs", "1", "--dtype", "int8", "--device", "cpu"]
+    assert main([*arguments, "--kernel", "reference"]) == 0
+    (names,) = kinds
+    assert "1.up" in names and "1.down" not in names

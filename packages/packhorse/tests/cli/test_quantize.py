@@ -122,6 +122,19 @@ def test_a_gate_is_the_users_own_task(
         assert document["score"] == 0.5 and document["score_fp32"] == 0.8
 
 
+@pytest.mark.parametrize("score", [0.0, -0.2, float("nan")])
+def test_a_gate_needs_a_score_to_keep(
+    score: float, source, texts, pairs, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """99.9 % of less than nothing is more than all of it."""
+    monkeypatch.setattr(gate, "open_gate", lambda task, path: lambda encoder: score)
+    arguments = ["quantize", str(source), str(tmp_path / "x"), "--calibrate", str(texts)]
+    arguments += ["--keep", "99.9%", "--task", "stsb", "--input", str(pairs)]
+    assert main(arguments) == 2
+    assert "on the task in fp32, of which no share can be kept" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
 def test_a_gate_scores_as_evaluate_does(source, pairs, capsys) -> None:
     score = gate.open_gate("stsb", pairs)(packhorse.load(source, device="cpu"))
     arguments = ["evaluate", "--task", "stsb", "--input", str(pairs), "--model", str(source)]

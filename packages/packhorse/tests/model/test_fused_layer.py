@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from packhorse import attention
 from packhorse.model import float8, fused_layer, rows
@@ -90,6 +91,24 @@ def test_float8_is_near() -> None:
 )
 def test_layers_of_other_parts_stay(options: dict[str, object]) -> None:
     assert not fused_layer.fits(make_layer(**options))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("frozen", [("up.dense", "down", "attention.out"), ("down",)], ids=str)
+def test_frozen_weights_cost_no_product(frozen: tuple[str, ...]) -> None:
+    layer = make_layer()
+    x, gradient = drawn(TOKENS, WIDTH), drawn(TOKENS, WIDTH)
+    for name in frozen:
+        layer.get_submodule(name).requires_grad_(False)
+    plain, learning = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    with plain:
+        expected = learned(layer, x, gradient)
+    layer.fused = fused_layer.forward
+    with learning:
+        results = learned(layer, x, gradient)
+    assert len(results) == len(expected) == 2 + len(list(layer.parameters())) - 2 * len(frozen)
+    for actual, reference in zip(results, expected, strict=True):
+        torch.testing.assert_close(actual, reference, rtol=1e-10, atol=1e-10)
+    assert learning.get_total_flops() == plain.get_total_flops() > 0
 
 
 def test_outside_of_training_a_layer_is_as_before() -> None:

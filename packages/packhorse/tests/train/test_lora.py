@@ -38,6 +38,12 @@ def of(tiny: Path, tmp_path: Path) -> Callable[..., TrainSettings]:
     return lambda **options: TrainSettings(**{**usual, **options})
 
 
+def test_float8_would_lose_adapters(of: Any) -> None:
+    """Its layers are built over the weights alone."""
+    with pytest.raises(InputError, match="lora_rank is 4 and precision 'float8'"):
+        of(precision="float8")
+
+
 @pytest.mark.parametrize("modules", [(), QUERY_VALUE], ids=str)
 def test_an_adapter_opens_in_peft_and_sentence_transformers(
     of: Any, tiny: Path, tmp_path: Path, modules: tuple[str, ...]

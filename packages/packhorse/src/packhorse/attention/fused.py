@@ -11,35 +11,14 @@ bitwise reproducible. Triton comes with torch for CUDA on Linux; without it, `va
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from packhorse.attention.kernels import KernelSupport, check_scope
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
-from packhorse.cache import keep_compiled_code_private
-from packhorse.errors import InputError
+from packhorse.device import triton_obstacle
 from packhorse.packing.batch import Packed
-
-
-def _obstacle(device: torch.device) -> str | None:
-    if find_spec("triton") is None:
-        return "Triton is not installed; it comes with torch for CUDA on Linux"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{torch.cuda.get_device_name(device)} is older than Ampere (capability 8.0)"
-    return _cache_problem()
-
-
-@cache
-def _cache_problem() -> str | None:
-    """Why Triton has no folder to keep compiled kernels in, or None."""
-    try:
-        keep_compiled_code_private()
-    except InputError as error:
-        return str(error)
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +42,7 @@ class Fused:
         compiles_backward=True,
         records=True,
         one_at_a_time=True,
-        obstacle=_obstacle,
+        obstacle=triton_obstacle,
     )
 
     def plan(

@@ -22,7 +22,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from packhorse.cache import keep_compiled_code_private
+from packhorse.cache import keep_kernels_private
 
 E4M3 = torch.float8_e4m3fn
 LOG2_E = 1.4426950408889634
@@ -58,7 +58,7 @@ def forward(
 
     `listed` are the `blocks` for the number of rows that the tuning has.
     """
-    keep_compiled_code_private()
+    keep_kernels_private()
     qkv = qkv.contiguous()
     tokens, _, heads, width = qkv.shape
     rows, columns, warps, stages = tuning or FORWARD[width]

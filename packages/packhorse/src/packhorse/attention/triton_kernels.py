@@ -29,7 +29,7 @@ Shapes: T tokens, S sequences, H heads, D head width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,8 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from packhorse.cache import keep_compiled_code_private
+from packhorse.cache import keep_kernels_private
+from packhorse.device import current
 
 LOG2_E = 1.4426950408889634
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # Triton's interpreter has no assembler
@@ -94,9 +95,10 @@ def forward(
     tuning = tuning or FORWARD[width]
     out = torch.empty((tokens, heads, width), dtype=qkv.dtype, device=qkv.device)
     lse = torch.empty((heads, tokens), dtype=torch.float32, device=qkv.device)
-    _launch(_forward, tuning, tuning[0], longest, qkv, order, seed, rate)(
-        qkv, out, lse, bounds, order, width**-0.5 * LOG2_E, tokens, heads * width
-    )
+    with current(qkv.device):  # layers of a model may lie on several GPUs
+        _launch(_forward, tuning, tuning[0], longest, qkv, order, seed, rate)(
+            qkv, out, lse, bounds, order, width**-0.5 * LOG2_E, tokens, heads * width
+        )
     return out, lse
 
 
@@ -159,15 +161,9 @@ def _launch(
             "keep": 1 - rate,
             "DROPOUT": True,
         }
-    _use_private_cache()
+    keep_kernels_private()
     options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
     return partial(kernel[grid], **sizes, **dropout, **options)
-
-
-@cache
-def _use_private_cache() -> None:
-    """Once, before anything is compiled: others may be able to write to Triton's default folder."""
-    keep_compiled_code_private()
 
 
 @triton.jit

@@ -12,6 +12,7 @@ without zero points; another scheme is refused by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,10 +93,11 @@ def input_scale(weight: str) -> str:
 
 
 def _input_scale(weight: str, scale: Tensor) -> float:
-    if scale.numel() != 1 or not scale.is_floating_point() or not float(scale) > 0:
+    is_number = scale.numel() == 1 and scale.is_floating_point()
+    if not is_number or not 0 < float(scale) < math.inf:
+        found = float(scale) if is_number else f"{list(scale.shape)} of {scale.dtype}"
         raise CheckpointError(
-            f"{input_scale(weight)} holds {list(scale.shape)} of {scale.dtype}; one number above 0 "
-            "is read"
+            f"{input_scale(weight)} holds {found}; one finite number above 0 is read"
         )
     return float(scale)
 

@@ -143,13 +143,18 @@ def _rounded(
 
     if products == torch.int8:
         return quantized.quantize(raw, tensors, set(foreign(dict.fromkeys(weights, 0.0))))
+    inputs = {
+        name: checkpoint.scales.get(name.removeprefix(quantized.LAYERS).removesuffix(".weight"))
+        for name in weights
+    }
+    missing = [name for name, scale in inputs.items() if scale is None]
+    if missing:
+        raise InputError(
+            f"the input of {missing[0]} has no scale for float8; write with `packhorse quantize`, "
+            "which calibrates"
+        )
     of_weights = foreign(quantized.weight_scales(state, weights))
-    of_inputs = foreign(
-        {
-            name: checkpoint.scales[name.removeprefix(quantized.LAYERS).removesuffix(".weight")]
-            for name in weights
-        }
-    )
+    of_inputs = foreign({name: scale for name, scale in inputs.items() if scale is not None})
     scales = {name: (scale, of_inputs[name]) for name, scale in of_weights.items()}
     return quantized.to_e4m3(raw, tensors, scales)
 

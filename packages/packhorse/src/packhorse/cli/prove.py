@@ -137,7 +137,9 @@ def _prove_dtype(
     total = len(kernels) * len(checks.CHECKS) * (len(loaded.heads) + 1)
     proofs = []
     with progress(f"proving {dtype_name(dtype)}") as advance:
-        for proof in checks.prove(loaded, device, kernels, packs, seed, products, scales):
+        for proof in checks.prove(
+            loaded, device, kernels, packs, seed, products, scales, source.kept
+        ):
             proofs.append(proof)
             advance(len(proofs), total)
     return proofs

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from torch.nn import functional as F
 
 from packhorse.attention.fused import Fused, FusedPlan
 from packhorse.attention.kernels import AttentionPlan
-from packhorse.device import fast_float8, float8_products
+from packhorse.device import fast_float8, float8_products, runs_triton
 from packhorse.errors import KernelError
 from packhorse.model.bert import (
     AddNorm,
@@ -46,6 +45,7 @@ LARGEST = torch.finfo(E4M3).max
 SMALLEST = 1e-12  # of a scale, for an input that was always 0
 HEADROOM = 2.0  # the largest number of an input, over the largest that calibration saw
 WIDTH = 256  # of a tile of `float8_product`
+TILES = 184 << 10  # bytes of shared memory that its tiles take, at most
 MULTIPLE = 16  # torch._scaled_mm needs both sides of a weight to be multiples of this
 
 
@@ -146,7 +146,7 @@ class Float8Layer(nn.Module):
         self.attention_norm = layer.attention_norm
         self.norm = layer.norm
         # The first product of the feed-forward is ours, with its activation, on Hopper.
-        self.one_kernel = fast_float8(self.up.weight.device) and not self.up.outputs % WIDTH
+        self.one_kernel = _has_product(self.up.weight.device) and not self.up.outputs % WIDTH
         self.next_steps: float | None = None  # of the float8 that the following layer reads
 
     def forward(self, x: Tensor | Float8Hidden, plan: AttentionPlan) -> Tensor | Float8Hidden:
@@ -199,6 +199,13 @@ class Float8Layer(nn.Module):
         if tuning is None:  # `fused` may serve heads that were not tuned here
             return None
         return triton_float8.blocks(plan.cu_seqlens, plan.order, len(x), tuning[0])
+
+
+def _has_product(device: torch.device) -> bool:
+    """Whether `float8_product` runs there; Blackwell's small GPUs have no room for its tiles."""
+    if not fast_float8(device):
+        return False
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= TILES
 
 
 def _product(module: nn.Module) -> Float8Product:
@@ -272,7 +279,8 @@ def use_float8(
 
 def _has_kernels(bert: Bert) -> bool:
     """Whether the Triton kernels can run where the model is."""
-    return float8_products(bert.embed.words.weight.device) and find_spec("triton") is not None
+    device = bert.embed.words.weight.device
+    return float8_products(device) and runs_triton(device)
 
 
 def _fuse(bert: Bert) -> None:

@@ -29,7 +29,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from packhorse.cache import keep_compiled_code_private
+from packhorse.cache import keep_kernels_private
 
 E4M3 = torch.float8_e4m3fn
 ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
@@ -45,7 +45,7 @@ def cast(
     x: Tensor, steps: float, activation: str | None = None, block: int = BLOCK, warps: int = 8
 ) -> Tensor:
     """x [T, F] in float8 that is `steps` times as large, after the activation if there is one."""
-    keep_compiled_code_private()
+    keep_kernels_private()
     x = x.contiguous()
     out = torch.empty_like(x, dtype=E4M3)
     grid = (-(-x.numel() // block),)
@@ -67,7 +67,7 @@ def add_norm_cast(
     warps: int = 4,
 ) -> tuple[Tensor, Tensor]:
     """LayerNorm of x + residual [T, E], in their dtype and in float8 `steps` times as large."""
-    keep_compiled_code_private()
+    keep_kernels_private()
     x, residual = x.contiguous(), residual.contiguous()
     tokens, width = x.shape
     out = torch.empty_like(x)

@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import (  # pyright: ignore[reportMissingImp
     TensorDescriptor,
 )
 
-from packhorse.cache import keep_compiled_code_private
+from packhorse.cache import keep_kernels_private
 from packhorse.model.float8_kernels import ACTIVATIONS, E4M3, activated
 
 
@@ -64,7 +64,7 @@ def product(
 
     x [T, K] and weight [N, K] are float8, `scale` is the product of their scales.
     """
-    keep_compiled_code_private()
+    keep_kernels_private()
     tokens, inputs = x.shape
     outputs = len(weight)
     out = torch.empty(tokens, outputs, dtype=E4M3, device=x.device)

@@ -20,7 +20,6 @@ Shapes: T tokens, E hidden width.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from packhorse.attention.kernels import AttentionPlan
+from packhorse.device import runs_triton
 from packhorse.model import float8, rows
 from packhorse.model.bert import Bert, BertLayer, SelfAttention, UpProjection
 
@@ -47,9 +47,7 @@ def use(bert: Bert) -> int:
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Do the kernels run there (CUDA from Ampere on, in half precision, with Triton)?"""
-    if device.type != "cuda" or dtype not in HALF or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return dtype in HALF and runs_triton(device)
 
 
 def fits(layer: BertLayer) -> bool:
@@ -125,6 +123,8 @@ class _AfterAttention(torch.autograd.Function):
         x, attended, mixed, y, y_moments, h, g, fed, z_moments, *others = ctx.saved_tensors
         out, norm, up, down, last, seeds = others
         rate, small = ctx.numbers
+        # Frozen weights, as beside an adapter, cost no product.
+        out_learns, up_learns, down_learns = (ctx.needs_input_grad[n] for n in (2, 6, 8))
 
         y_grad, fed_grad, *fed_small, last_sums = rows.add_norm_gradient(
             grad, None, y, fed, last, z_moments, seeds[1], rate, small
@@ -132,16 +132,16 @@ class _AfterAttention(torch.autograd.Function):
         fed_grad = fed_grad if rate else y_grad
         g_grad = _product_back(fed_grad, fed_small if small else None, down)
         h_grad, *h_small, again, up_bias_grad = rows.gelu_gradient(g_grad, h, small)
-        down_grad = fed_grad.t() @ (again if small else g)
+        down_grad = fed_grad.t() @ (again if small else g) if down_learns else None
         y_grad_by_up = _product_back(h_grad, h_small if small else None, up)
-        up_grad = h_grad.t() @ y
+        up_grad = h_grad.t() @ y if up_learns else None
 
         x_grad, mixed_grad, *mixed_small, norm_sums = rows.add_norm_gradient(
             y_grad, y_grad_by_up, x, mixed, norm, y_moments, seeds[0], rate, small
         )
         mixed_grad = mixed_grad if rate else x_grad
         attended_grad = _product_back(mixed_grad, mixed_small if small else None, out)
-        out_grad = mixed_grad.t() @ attended
+        out_grad = mixed_grad.t() @ attended if out_learns else None
 
         norm_grad, norm_bias_grad, out_bias_grad = norm_sums.to(x.dtype)
         last_grad, last_bias_grad, down_bias_grad = last_sums.to(x.dtype)

@@ -31,7 +31,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from packhorse.attention.triton_kernels import INTERPRETED, mix, power_of_2
-from packhorse.cache import keep_compiled_code_private
+from packhorse.cache import keep_kernels_private
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
@@ -80,7 +80,7 @@ def rounded_columns(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty((width, 1), dtype=torch.float32, device=x.device)
     largest = torch.zeros_like(scale)  # a maximum does not depend on the order
     grid = triton.cdiv(width, TILE), triton.cdiv(tokens, STRIP)
-    _use_private_cache()
+    keep_kernels_private()
     column_maxima: Any = _column_maxima
     column_maxima[grid](x, largest, tokens, width, TILE, STRIP, num_warps=8)
     transposed: Any = _transposed
@@ -194,7 +194,7 @@ def _launch(kernel: Any, tuning: RowTuning, x: Tensor) -> tuple[int, Any]:
         "ROWS": tuning.rows,
         "STAGES": tuning.stages,
     }
-    _use_private_cache()
+    keep_kernels_private()
 
     def launch(*arguments: Any, **more: Any) -> None:
         kernel[(programs,)](*arguments, **sizes, **more, num_warps=tuning.warps)
@@ -207,12 +207,6 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1  # in Triton's interpreter
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def _use_private_cache() -> None:
-    """Once, before anything is compiled: others may be able to write to Triton's default folder."""
-    keep_compiled_code_private()
 
 
 @triton.jit

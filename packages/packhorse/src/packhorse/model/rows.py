@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import math
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from packhorse.device import runs_triton
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
@@ -139,7 +140,7 @@ def add_norm_gradient(
 
 def _kernels(x: Tensor) -> Any:
     """`model.row_kernels` if they serve this tensor, else None."""
-    if not x.is_cuda or find_spec("triton") is None or x.shape[1] > WIDEST:
+    if not runs_triton(x.device) or x.shape[1] > WIDEST:
         return None
     return import_module("packhorse.model.row_kernels")
 

@@ -38,12 +38,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from packhorse.device import current, runs_triton
 from packhorse.errors import InputError
 
 FUSED = ("cpu", "cuda", "xpu", "mps")  # where torch has a fused Adam
@@ -218,12 +218,13 @@ def _update_large(update: ParameterUpdate, group: Group) -> bool:
         and (group["foreach"] and group["adapt"] and update.can_be_fused)
         and update.weight.dtype == update.m.dtype == torch.float32
         and not isinstance(group["lr"], Tensor)
-        and find_spec("triton") is not None
+        and runs_triton(update.parameter.device)
     )
     if serves:
         kernels = import_module("packhorse.optim.lamb_kernels")
         tensors = (update.parameter, update.weight, update.gradient, update.m, update.v)
-        kernels.update(*tensors, update.stacked, update.step, group)
+        with current(update.parameter.device):
+            kernels.update(*tensors, update.stacked, update.step, group)
     return serves
 
 

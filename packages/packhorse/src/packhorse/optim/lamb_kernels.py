@@ -16,7 +16,6 @@ own.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from packhorse.cache import keep_compiled_code_private
+from packhorse.cache import keep_kernels_private
 
 BLOCK = 2048  # numbers at once in a program
 PROGRAMS = 1024  # at most, a tensor; their sums are read by every program of the second pass
@@ -59,7 +58,7 @@ def update(
     direction = tuple(map(float, direction))  # an integer would be compiled in
     grid = (programs, stacked)
     sizes = {"BLOCK": BLOCK, "PROGRAMS": PROGRAMS, "num_warps": WARPS}
-    _use_private_cache()
+    keep_kernels_private()
     betas = tuple(map(float, (beta1, 1 - beta1, beta2, 1 - beta2)))
     moments: Any = _moments
     move: Any = _move
@@ -67,12 +66,6 @@ def update(
     limits = tuple(map(float, (group["lr"], minimum, maximum, most)))
     copies = parameter is not weight
     move[grid](weight, m, v, sums, parameter, size, *limits, *direction, COPIES=copies, **sizes)
-
-
-@cache
-def _use_private_cache() -> None:
-    """Once, before anything is compiled: others may be able to write to Triton's default folder."""
-    keep_compiled_code_private()
 
 
 @triton.jit

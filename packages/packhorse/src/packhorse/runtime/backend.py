@@ -33,6 +33,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from packhorse import device as devices
 from packhorse import executable
 from packhorse.device import float_dtype
 from packhorse.errors import KernelError
@@ -128,6 +129,10 @@ class TorchBackend:
         self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
     ) -> list[Tensor]:
         """Return the output of each head; with `at`, per-token heads run on these tokens alone."""
+        with devices.current(self.device):
+            return self._outputs(packed, heads, at)
+
+    def _outputs(self, packed: Packed, heads: Sequence[str], at: Tensor | None) -> list[Tensor]:
         if self.fixed is not None:
             return self.fixed(packed, heads, at)
         if self.graphs and len(packed.ids) <= self.largest and packed.key_lengths is None:
@@ -195,7 +200,8 @@ class TorchBackend:
             return False
         prepared, packed = self._later.popitem()  # the newest
         self._batches[prepared] = PATIENCE
-        self._in_bucket(prepared, packed, prepared.bucket.flat(packed, self.device))
+        with devices.current(self.device):
+            self._in_bucket(prepared, packed, prepared.bucket.flat(packed, self.device))
         return True
 
     @cached_property

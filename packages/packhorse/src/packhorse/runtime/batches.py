@@ -162,7 +162,8 @@ class LaunchedBatch:
         # Blocking: the thread that waits sleeps instead of spinning on a core. To wake it takes a
         # tenth of a millisecond, which a small batch does not have.
         copied = torch.cuda.Event(blocking=len(self.packed.ids) > SPIN_TOKENS)
-        copied.record()
+        # On the stream of the copies, which need not be on the current device.
+        copied.record(torch.cuda.current_stream(self.outputs[0].device))
         return replace(self, outputs=host, copied=copied)
 
     def wait(self) -> LaunchedBatch:

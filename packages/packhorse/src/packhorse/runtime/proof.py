@@ -8,7 +8,7 @@ cross the boundaries. The tests use it on small models, `packhorse prove` on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -68,12 +68,13 @@ def prove(
     seed: int = 0,
     products: torch.dtype | None = None,
     scales: Mapping[str, float] = MappingProxyType({}),
+    kept: Collection[str] = (),
 ) -> Iterator[Proof]:
     """Run all checks of all heads under each kernel, in the dtype of the model or of `products`.
 
-    `scales` are for float8, see `float8_inference.calibrate`.
+    `scales` are for float8, see `float8_inference.calibrate`; layers that are `kept` stay floats.
     """
-    backend = TorchBackend(model, device, products=products, scales=scales)
+    backend = TorchBackend(model, device, products=products, kept=kept, scales=scales)
     floats = next(model.parameters()).dtype
     dtype = products or floats
     for name in kernels:

@@ -79,6 +79,11 @@ def choose_layers(
     encoder = open_checkpoint(load, device, torch.float32)
     exact = _vectors(encoder, texts)
     exact_score = gate.score(encoder) if gate else None
+    if exact_score is not None and not exact_score > 0:
+        raise InputError(
+            f"{encoder.name} scores {exact_score:.4f} on the task in fp32, of which no share "
+            "can be kept; check the task and its data"
+        )
     checkpoint = load(device=CPU, dtype=torch.float32)
     linear = _linear_layers(checkpoint)
     never: tuple[str, ...] = ()

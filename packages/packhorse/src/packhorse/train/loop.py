@@ -35,6 +35,7 @@ from typing import Any, final
 import torch
 
 from packhorse import checkpoint
+from packhorse import device as devices
 from packhorse.atomic import new_file
 from packhorse.checkpoint.safetensors import read_tensors
 from packhorse.errors import InputError, PackhorseError
@@ -143,6 +144,7 @@ def train(
     job = replace(job, optimizer=ranks.divide(job.model, job.optimizer))
     checkpoints.seed_rank(job.settings.seed, ranks.rank)
     with ExitStack() as stack:
+        stack.enter_context(devices.current(job.place.device))
         ranks.on_rank_0(lambda: stack.enter_context(checkpoints.claim(out)))
         run = _TrainingRun(job, out, watch, stop_signal, ranks)
         try:

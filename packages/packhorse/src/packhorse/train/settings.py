@@ -318,6 +318,11 @@ class TrainSettings:
             raise InputError(
                 f"lora_rank is {self.lora_rank}; adapters are for embeddings, not {self.task}"
             )
+        if self.lora_rank and self.precision == "float8":
+            raise InputError(
+                f"lora_rank is {self.lora_rank} and precision 'float8', which would train layers "
+                "without their adapters; choose bf16"
+            )
         if self.widths and not losses:
             raise InputError(f"widths are {self.widths}; they are for embeddings, not {self.task}")
         if any(width < 1 for width in self.widths):

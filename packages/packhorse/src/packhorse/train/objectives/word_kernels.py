@@ -14,7 +14,6 @@ blocks, with an online softmax in fp32, and finds the largest score on the way.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from packhorse.cache import keep_compiled_code_private
+from packhorse.cache import keep_kernels_private
 
 BLOCK = 4096
 WARPS = 8
@@ -37,7 +36,7 @@ class WordLoss(torch.autograd.Function):
         scores = scores if scores.stride(1) == 1 else scores.contiguous()
         loss, lse = scores.new_empty((2, rows), dtype=torch.float32)
         correct = torch.empty(rows, dtype=torch.bool, device=scores.device)
-        _use_private_cache()
+        keep_kernels_private()
         kernel: Any = _forward
         if rows:
             kernel[(rows,)](
@@ -59,12 +58,6 @@ class WordLoss(torch.autograd.Function):
             sizes = (scores.stride(0), words, BLOCK)
             kernel[(rows,)](grad.contiguous(), scores, targets, lse, out, *sizes, num_warps=WARPS)
         return out, None
-
-
-@cache
-def _use_private_cache() -> None:
-    """Once, before anything is compiled: others may be able to write to Triton's default folder."""
-    keep_compiled_code_private()
 
 
 @triton.jit

@@ -6,12 +6,12 @@ Shapes: M words, V vocabulary.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from packhorse.device import runs_triton
 from packhorse.train.objectives.stats import at_least_fp32
 
 
@@ -21,7 +21,7 @@ def word_loss(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     scores: [M, V]; targets: [M], each below V.
     """
     half = scores.dtype in (torch.bfloat16, torch.float16)
-    if scores.is_cuda and half and find_spec("triton") is not None:
+    if half and runs_triton(scores.device):
         kernels = import_module("packhorse.train.objectives.word_kernels")
         return kernels.WordLoss.apply(scores, targets)
     return plain(scores, targets)
