@@ -257,7 +257,7 @@ def test_universal_dependencies(tmp_path: Path) -> None:
     tagged = read_tagged(tmp_path / "a.conllu")
     assert (tagged.words, tagged.labels) == ([["do", "n't"]], ("AUX", "PART"))
     (tmp_path / "b.conllu").write_text("good O\n")
-    with pytest.raises(InputError, match="line 1: 1 cells; .conllu has 10"):
+    with pytest.raises(InputError, match=r"line 1: 1 cells; \.conllu has 10"):
         read_tagged(tmp_path / "b.conllu")
 
 
