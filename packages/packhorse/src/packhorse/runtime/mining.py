@@ -2,7 +2,7 @@
 
 All anchors and all candidates (the positives of the file, and a corpus if there is one) are encoded
 once; search is exact. Of the nearest candidates those remain that are likely no answers in truth:
-neither the anchor nor a positive of it, and by the score far enough below the anchor's worst positive
+neither the anchor nor a positive of it, by the score far enough below the anchor's worst positive
 (`margin`, or `relative_margin` as a share of that score; NV-Retriever, Moreira et al. 2024), and
 within `min_score` and `max_score`. With a reranker, scores and order of the candidates are its own.
 

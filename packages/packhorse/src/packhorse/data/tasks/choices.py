@@ -2,9 +2,10 @@
 
 Columns as the sets have them: `ending0`, `ending1` … (SWAG, whose `sent2` begins each ending), or
 one list: `endings`, `choices` or `options` (HellaSwag, RACE; CommonsenseQA and ARC, whose lists
-`text` and `label` say how the right one is called). The text is in `sent1`, `context`, `ctx`, `article` or `question`; with a
-question beside an article or a context, it begins each answer. The right one is named by its number
-from 0 or its letter. Every row has as many choices as the first: a batch of them is one tensor.
+`text` and `label` say how the right one is called). The text is in `sent1`, `context`, `ctx`,
+`article` or `question`; with a question beside an article or a context, it begins each answer. The
+right one is named by its number from 0 or its letter. Every row has as many choices as the first: a
+batch of them is one tensor.
 """
 
 from __future__ import annotations
