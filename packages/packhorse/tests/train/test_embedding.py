@@ -490,8 +490,10 @@ def test_what_is_not_learned_of_groups_is_told(of: Any, tmp_path: Path) -> None:
     notes = assemble(of(train=str(data), batch=2)).notes
     assert any("6 negatives are left out, because every group has 0" in n for n in notes), notes
     assert any("5 of 6 groups repeat an anchor or a positive" in n for n in notes), notes
+    notes = assemble(of(train=str(data), batch=7)).notes
+    assert any("batch is 7, more than 6 groups" in n for n in notes), notes
     notes = assemble(of(batch=2)).notes
-    assert not any("left out" in n or "repeat" in n for n in notes), notes
+    assert not any("left out" in n or "repeat" in n or "batch" in n for n in notes), notes
 
 
 def two_labels(of: Any, tmp_path: Path) -> Path:

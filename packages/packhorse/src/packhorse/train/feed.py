@@ -583,6 +583,11 @@ def _group_notes(
             f"{shared:,} of {count:,} groups repeat an anchor or a positive; in one step with the "
             "other, what belongs together is learned as a negative"
         )
+    if settings.batch > count and objective.ranks:
+        notes.append(
+            f"batch is {settings.batch}, more than {count} groups: a step has groups several times,"
+            " and learns each as a negative of its copies; lower batch"
+        )
     return tuple(notes)
 
 
