@@ -282,6 +282,21 @@ def test_a_token_may_begin_with_the_blank_before_its_word(tmp_path: Path) -> Non
     assert example.target == (none, 0, none, 1, 2, none, none)  # a b _c _d e
 
 
+def test_labels_that_are_numbers_keep_their_order(of: Any, tmp_path: Path) -> None:
+    row = {"tokens": [f"w{i}" for i in range(11)], "ner_tags": list(range(11))}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    job = assemble(of(train=str(tmp_path / "a.jsonl"), eval=""))
+    assert job.checkpoint.labels == tuple(map(str, range(11)))
+    assert any("labels are numbers: f1 counts entities by names" in n for n in job.notes)
+    assert not any("labels are numbers" in n for n in assemble(of()).notes)
+
+
+def test_words_without_a_token_are_refused(of: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.conll").write_text("\u200b O\n\ufeff B-X\n")
+    with pytest.raises(InputError, match="no word of the data has a token"):
+        assemble(of(train=str(tmp_path / "a.conll"), eval=""))
+
+
 def test_words_that_are_cut_are_told_of_both_files(of: Any) -> None:
     notes = assemble(of(max_length=4)).notes
     assert any("12 of 16 examples were truncated" in n for n in notes), notes

@@ -464,6 +464,11 @@ def _read_tagged(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenize
         eval_task = tagging_task(held_out, tokenizer, max_length)
     labels = LabelSet(tagged.labels)
     notes = _truncation_notes(train, eval_task)
+    if all(label.isdecimal() for label in tagged.labels):
+        notes += (
+            "labels are numbers: f1 counts entities by names (B-PER, I-PER, O), so give names, or "
+            "set measure to accuracy",
+        )
     return TaskData(train, eval_task, Tag(tagged.labels), labels, notes=notes)
 
 

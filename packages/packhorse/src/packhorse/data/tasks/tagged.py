@@ -4,7 +4,8 @@ A file named .conll, .bio, .iob or .txt has a word a line, its label last, and a
 sentences (CoNLL 2003; lines with -DOCSTART- and comments with # in front of a blank are left out,
 where # is no word with a label). Of .conllu (Universal Dependencies) the parts of speech are read.
 Any table has a list of words (`tokens` or `words`) and one of labels (`ner_tags`, `tags` or
-`labels`), as `datasets` saves them, whose class names are used. Labels are sorted by name.
+`labels`), as `datasets` saves them, whose class names are used. Labels are in order of name or
+number.
 
 A word is one or more tokens. Its label belongs to the first of them; the others are not learned
 from, as in transformers' examples. The text of a sentence is its words with blanks between them, so
@@ -70,7 +71,8 @@ def read_tagged(
         raise InputError(f"{name or 'the dataset'} holds no sentences")
     classes = _class_names(source, columns)
     every = {tag for _, tags in named for tag in tags}
-    known = tuple(labels) or classes or tuple(sorted(map(str, every)))
+    numbers = sorted(every) if all(type(tag) is int for tag in every) else ()
+    known = tuple(labels) or classes or tuple(map(str, numbers)) or tuple(sorted(map(str, every)))
     if len(known) < 2:
         raise InputError(f"too few labels to tell apart in {name or 'the dataset'}: {known}")
     number = {label: i for i, label in enumerate(known)}
