@@ -496,6 +496,14 @@ def test_what_is_not_learned_of_groups_is_told(of: Any, tmp_path: Path) -> None:
     assert not any("left out" in n or "repeat" in n or "batch" in n for n in notes), notes
 
 
+def test_held_out_groups_need_no_negatives(of: Any, tmp_path: Path) -> None:
+    (tmp_path / "dev.tsv").write_text("anchor\tpositive\ngood mule\tfine mule\n")
+    outcome = train(
+        assemble(of(eval=str(tmp_path / "dev.tsv"), negatives=1, steps=1)), tmp_path / "run"
+    )
+    assert outcome.evaluation["pairs"] == 1
+
+
 def two_labels(of: Any, tmp_path: Path) -> Path:
     rows = [f"{g[0]}\t{'ab'[i % 2]}" for i, g in enumerate(GROUPS)]
     (tmp_path / "two.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")

@@ -551,7 +551,7 @@ def _held_out_groups(
         layout = replace(_layout(settings), text=())
         table = read_labeled(settings.eval, layout, problem="regression")
         return labeled_task(table, tokenizer, max_length, apart=True)
-    groups = read_groups(settings.eval, settings.text, settings.negatives)
+    groups = read_groups(settings.eval, settings.text)  # negatives are how many to learn from
     return contrastive_task([g.texts for g in groups], tokenizer, max_length, prompts)
 
 

@@ -159,6 +159,11 @@ def _row_groups(row: TableRow, columns: _GroupColumns) -> Iterator[_RowGroup]:
                     f"{len(listed[0])} and {len(listed[1])} scores"
                 )
             scores = [listed[0][number], *listed[1]]
+        elif listed and len(positives) > 1:
+            raise InputError(
+                f"{row.place}: {len(positives)} positives and one list of scores; give "
+                f"{' and '.join(LISTED_SCORES)}, or a row for each positive"
+            )
         yield _RowGroup(row.place, anchors[0], positive, negatives, scores)
 
 
