@@ -184,10 +184,13 @@ def write_texts(home: Path) -> None:
 
 
 def write_tasks(home: Path) -> None:
-    """SST-2's, MRPC's and SQuAD's files."""
+    """SST-2's, MRPC's and SQuAD's files, and pairs of texts that belong together."""
     rows = [f"the horse is {word}\t{i % 2}" for i, word in enumerate(WORDS * 2)]
     for name in ("train.tsv", "dev.tsv"):
         (home / name).write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
+    groups = [{"anchor": f"where is the {a}", "positive": f"the {a} is good"} for a in WORDS]
+    for name in ("pairs.jsonl", "dev.jsonl"):
+        (home / name).write_text("".join(json.dumps(group) + "\n" for group in groups))
     (home / "mrpc").mkdir()
     header = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
     pairs = [f"{i % 2}\t1\t2\tthe horse\tthe {word}" for i, word in enumerate(WORDS)]

@@ -108,6 +108,14 @@ def test_those_of_sentence_transformers(
     assert scores == pytest.approx((unit[1:] @ unit[0]).tolist(), abs=1e-5)
 
 
+def test_an_anchor_is_no_negative_of_itself(folder: Path) -> None:
+    encoder = packhorse.load(folder, device="cpu", dtype="fp32")
+    both = {"good horse": ["nice mule"], "bad cart": ["good horse"], "ugly road": ["poor mule"]}
+    found = {group.anchor: group.negatives for group in mine(encoder, both)}
+    assert set(found["good horse"]) == {"poor mule"}
+    assert set(found["bad cart"]) == {"nice mule", "poor mule"}
+
+
 def test_skip_and_random_sampling(folder: Path, pairs: list[tuple[str, str]]) -> None:
     encoder = packhorse.load(folder, device="cpu", dtype="fp32")
     every = next(mine(encoder, positives(pairs), options=MiningOptions(30, depth=30)))
@@ -119,6 +127,8 @@ def test_skip_and_random_sampling(folder: Path, pairs: list[tuple[str, str]]) ->
     assert set(drawn.negatives) <= set(every.negatives)
     with pytest.raises(InputError, match="between skip and depth"):
         MiningOptions(5, depth=4, skip=4)
+    with pytest.raises(InputError, match="margin is nan; it must be a finite number"):
+        MiningOptions(margin=float("nan"))
 
 
 def test_another_judge_decides(folder: Path, pairs: list[tuple[str, str]]) -> None:

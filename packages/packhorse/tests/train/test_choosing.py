@@ -147,6 +147,15 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(of: Any, tmp_path: Path) -> N
             (("q", "b"), ("q", "c")),
             0,
         ),
+        (
+            {
+                "question": "q",
+                "choices": {"label": ["1", "2", "3"], "text": ["b", "c", "d"]},
+                "answerKey": "2",
+            },
+            (("q", "b"), ("q", "c"), ("q", "d")),
+            1,
+        ),
     ],
 )
 def test_the_forms_of_known_sets(

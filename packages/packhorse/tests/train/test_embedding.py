@@ -475,6 +475,35 @@ def test_a_reranker_teaches_margins(of: Any, tiny: Path, tmp_path: Path) -> None
         assemble(of(task="distill", teacher=str(two_labels(of, tmp_path))))
 
 
+def test_a_teacher_may_have_the_short_name_of_a_model(
+    of: Any, minilm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    batch = next(assemble(of(task="distill", teacher="minilm")).feed.steps(None)).batches[0]
+    assert batch.targets.shape == (12, 2)
+
+
+def test_what_is_not_learned_of_groups_is_told(of: Any, tmp_path: Path) -> None:
+    rows = [{"query": f"good w{i}", "pos": ["fine"], "neg": ["bad"] * (i % 3)} for i in range(6)]
+    data = tmp_path / "uneven.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    notes = assemble(of(train=str(data), batch=2)).notes
+    assert any("6 negatives are left out, because every group has 0" in n for n in notes), notes
+    assert any("5 of 6 groups repeat an anchor or a positive" in n for n in notes), notes
+    notes = assemble(of(train=str(data), batch=7)).notes
+    assert any("batch is 7, more than 6 groups" in n for n in notes), notes
+    notes = assemble(of(batch=2)).notes
+    assert not any("left out" in n or "repeat" in n or "batch" in n for n in notes), notes
+
+
+def test_held_out_groups_need_no_negatives(of: Any, tmp_path: Path) -> None:
+    (tmp_path / "dev.tsv").write_text("anchor\tpositive\ngood mule\tfine mule\n")
+    outcome = train(
+        assemble(of(eval=str(tmp_path / "dev.tsv"), negatives=1, steps=1)), tmp_path / "run"
+    )
+    assert outcome.evaluation["pairs"] == 1
+
+
 def two_labels(of: Any, tmp_path: Path) -> Path:
     rows = [f"{g[0]}\t{'ab'[i % 2]}" for i, g in enumerate(GROUPS)]
     (tmp_path / "two.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")

@@ -150,3 +150,6 @@ def test_what_does_not_fit_is_refused(of: Any, tmp_path: Path) -> None:
 
     with pytest.raises(PackhorseError, match="24 matrices, not of 4"):
         train(assemble(of(steps=8, lora_modules=("query",))), tmp_path / "run")
+    train(assemble(of(steps=2, lora_rank=0, lora_modules=())), tmp_path / "whole")
+    with pytest.raises(PackhorseError, match="holds a whole model and no adapter"):
+        train(assemble(of(steps=3)), tmp_path / "whole")

@@ -30,6 +30,25 @@ def train(tiny: Path, folder: Path, push: str, **environment: str) -> subprocess
     )
 
 
+def vectors(name: str | Path, folder: Path, **environment: str) -> str:
+    """The vector of a text as JSON, by a process that has an empty cache of the hub."""
+    code = (
+        "import json, sys, packhorse; encoder = packhorse.load(sys.argv[1], device='cpu'); "
+        "print(json.dumps(encoder.embed(['good horse'])[0].tolist()))"
+    )
+    remaining = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    settings = {"HF_HOME": str(folder / "other"), "NO_PROXY": "127.0.0.1", "HF_HUB_OFFLINE": "0"}
+    made = subprocess.run(
+        [sys.executable, "-c", code, str(name)],
+        env=remaining | settings | {"HF_HUB_DISABLE_XET": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert made.returncode == 0, made.stderr
+    return made.stdout
+
+
 def test_a_model_is_pushed_and_opens_from_the_hub(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
     hub = Hub({}, ())
@@ -47,6 +66,8 @@ def test_a_model_is_pushed_and_opens_from_the_hub(tiny: Path, tmp_path: Path) ->
         assert hub.files.keys() == files.keys()
         assert all(hub.files[name] == path.read_bytes() for name, path in files.items())
         assert "org/new" in hub.repositories
+        here, there = (vectors(name, tmp_path, HF_ENDPOINT=hub.url) for name in (model, "org/new"))
+        assert here == there and len(json.loads(here)) == 32
         refused = train(tiny, tmp_path, "new", HF_ENDPOINT=hub.url)
         assert refused.returncode == 2 and "push is 'new'; name a repository" in refused.stderr
     finally:

@@ -232,12 +232,75 @@ def test_lists_of_words(tmp_path: Path) -> None:
         ({"tokens": ["a"]}, "two columns, such as tokens and ner_tags"),
         ({"tokens": ["a"], "ner_tags": ["O"]}, "too few labels"),
         ({"tokens": [], "ner_tags": []}, "no sentences"),
+        ({"tokens": ["a", "b"], "ner_tags": ["", "O"]}, "'' is no label"),
+        ({"tokens": ["a", "b"], "ner_tags": [None, "O"]}, "None is no label"),
+        ({"tokens": ["a", "b"], "ner_tags": [["O"], ["O"]]}, "is no label"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(InputError, match=message):
         read_tagged(tmp_path / "a.jsonl")
+
+
+def test_a_hash_is_a_word_where_it_has_a_label(tmp_path: Path) -> None:
+    (tmp_path / "a.conll").write_text("# text = # 3 is\n# NN O\n3 CD B-X\n\nis VB O\n# NN O\n")
+    assert read_tagged(tmp_path / "a.conll").words == [["#", "3"], ["is", "#"]]
+
+
+def test_universal_dependencies(tmp_path: Path) -> None:
+    """Words and parts of speech, not the first and the last column of the ten."""
+    rest = "\t_" * 6
+    lines = ["# sent_id = 1", f"1-2\tdon't\t_\t_{rest}", f"1\tdo\tdo\tAUX{rest}"]
+    lines += [f"2\tn't\tnot\tPART{rest}", f"2.1\tgo\tgo\tVERB{rest}", "", ""]
+    (tmp_path / "a.conllu").write_text("\n".join(lines))
+    tagged = read_tagged(tmp_path / "a.conllu")
+    assert (tagged.words, tagged.labels) == ([["do", "n't"]], ("AUX", "PART"))
+    (tmp_path / "b.conllu").write_text("good O\n")
+    with pytest.raises(InputError, match=r"line 1: 1 cells; \.conllu has 10"):
+        read_tagged(tmp_path / "b.conllu")
+
+
+def test_a_token_may_begin_with_the_blank_before_its_word(tmp_path: Path) -> None:
+    """As those of byte-level vocabularies, ModernBERT's for one."""
+    tokenizers = pytest.importorskip("tokenizers")
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+    pieces = (*special, "a", "b", "c", "d", "e", "\u0120", "\u0120c", "\u0120d")
+    merges = [("\u0120", "c"), ("\u0120", "d")]
+    words = tokenizers.Tokenizer(
+        tokenizers.models.BPE({p: i for i, p in enumerate(pieces)}, merges, unk_token="[UNK]")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.add_special_tokens(list(special))
+    words.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    words.save(str(tmp_path / "tokenizer.json"))
+    tagged = TaggedTexts([["ab", "c", "de"]], [[0, 1, 2]], ("X", "Y", "Z"))
+    (example,) = targets.tagging_task(tagged, Tokenizer.load(tmp_path / "tokenizer.json")).examples
+    none = UNLABELED
+    assert example.target == (none, 0, none, 1, 2, none, none)  # a b _c _d e
+
+
+def test_labels_that_are_numbers_keep_their_order(of: Any, tmp_path: Path) -> None:
+    row = {"tokens": [f"w{i}" for i in range(11)], "ner_tags": list(range(11))}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    job = assemble(of(train=str(tmp_path / "a.jsonl"), eval=""))
+    assert job.checkpoint.labels == tuple(map(str, range(11)))
+    assert any("labels are numbers: f1 counts entities by names" in n for n in job.notes)
+    assert not any("labels are numbers" in n for n in assemble(of()).notes)
+
+
+def test_words_without_a_token_are_refused(of: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.conll").write_text("\u200b O\n\ufeff B-X\n")
+    with pytest.raises(InputError, match="no word of the data has a token"):
+        assemble(of(train=str(tmp_path / "a.conll"), eval=""))
+
+
+def test_words_that_are_cut_are_told_of_both_files(of: Any) -> None:
+    notes = assemble(of(max_length=4)).notes
+    assert any("12 of 16 examples were truncated" in n for n in notes), notes
+    assert any("evaluation: 12 of 16 examples were truncated" in n for n in notes), notes
 
 
 def test_conll_files_that_are_refused(tmp_path: Path) -> None:

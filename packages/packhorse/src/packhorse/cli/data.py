@@ -850,7 +850,7 @@ def mine(
     from packhorse.runtime.loading import load
     from packhorse.runtime.mining import MiningOptions, mine
     from packhorse.runtime.teaching import open_teacher
-    from packhorse.train.job import ALIASES
+    from packhorse.train.preparing import ALIASES
 
     options = MiningOptions(
         negatives, depth, skip, margin, relative_margin, max_score, min_score, sampling, seed
@@ -866,7 +866,7 @@ def mine(
             positives[anchor].append(positive)
     texts = [str(record.text) for record in read_texts(corpus)] if corpus else []
     encoder = load(ALIASES.get(model, model), device=device)
-    teacher = open_teacher(reranker, device) if reranker else None
+    teacher = open_teacher(ALIASES.get(reranker, reranker), device) if reranker else None
     written = left_out = found = 0
     with stage_progress("mine") as report, new_file(out) as file:
         groups = mine(encoder, positives, texts, options, teacher, report)

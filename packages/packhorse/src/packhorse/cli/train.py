@@ -116,7 +116,7 @@ def _with_corpus(settings: TrainSettings, out: Path) -> TrainSettings:
     from packhorse.cli.data import build_progress
     from packhorse.data.corpus.building import BuildOptions, build
     from packhorse.data.packed.masking import Recipe
-    from packhorse.train.job import ALIASES
+    from packhorse.train.preparing import ALIASES
 
     if settings.train or settings.task != "pretrain":
         raise InputError("texts are for pretraining, in place of train: leave train and task out")

@@ -2,7 +2,7 @@
 
 All anchors and all candidates (the positives of the file, and a corpus if there is one) are encoded
 once; search is exact. Of the nearest candidates those remain that are likely no answers in truth:
-no positive of the same anchor, and by the score far enough below the anchor's worst positive
+neither the anchor nor a positive of it, by the score far enough below the anchor's worst positive
 (`margin`, or `relative_margin` as a share of that score; NV-Retriever, Moreira et al. 2024), and
 within `min_score` and `max_score`. With a reranker, scores and order of the candidates are its own.
 
@@ -48,6 +48,10 @@ class MiningOptions:
                 f"negatives {self.negatives}, skip {self.skip}, depth {self.depth}: at least one "
                 "negative is taken from the candidates between skip and depth"
             )
+        for name in ("margin", "relative_margin", "max_score", "min_score"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise InputError(f"{name} is {value}; it must be a finite number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +94,13 @@ def mine(
     queries = _unit(encoder, anchors, "query", "encoding anchors", progress)
     number = {text: i for i, text in enumerate(candidates)}
     own = [[number[text] for text in positives[anchor]] for anchor in anchors]
+    # In pairs of sentences an anchor may be the positive of another, and is nearest to itself.
+    taken = [
+        [*rows, *([number[anchor]] if anchor in number and number[anchor] not in rows else [])]
+        for anchor, rows in zip(anchors, own, strict=True)
+    ]
     random = np.random.default_rng(options.seed)
-    nearest = _nearest(queries, vectors, own, options.depth)
+    nearest = _nearest(queries, vectors, taken, options.depth)
     for row, (anchor, (order, scores)) in enumerate(zip(anchors, nearest, strict=True)):
         truth = queries[row] @ vectors[own[row]].T
         order, scores = order[options.skip :], scores[options.skip :]
@@ -130,14 +139,14 @@ def _usable(scores: np.ndarray, positive: float, options: MiningOptions) -> np.n
 
 
 def _nearest(
-    queries: np.ndarray, vectors: np.ndarray, own: Sequence[Sequence[int]], depth: int
+    queries: np.ndarray, vectors: np.ndarray, taken: Sequence[Sequence[int]], depth: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For each query the numbers and cosines of its `depth` nearest candidates but its own."""
+    """For each query the numbers and cosines of its `depth` nearest candidates but those taken."""
     step = max(1, SCORES_AT_ONCE // len(vectors))
     for begin in range(0, len(queries), step):
         for row, scores in enumerate(queries[begin : begin + step] @ vectors.T, begin):  # [N]
-            scores[list(own[row])] = -np.inf
-            keep = min(depth, len(scores) - len(own[row]))
+            scores[list(taken[row])] = -np.inf
+            keep = min(depth, len(scores) - len(taken[row]))
             found = np.argpartition(-scores, keep - 1)[:keep] if keep else np.arange(0)
             # Of equal scores the earlier candidate comes first, wherever it was partitioned to.
             found = found[np.lexsort((found, -scores[found]))]

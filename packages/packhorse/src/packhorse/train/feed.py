@@ -52,7 +52,7 @@ from packhorse.runtime.teaching import Teacher, open_teacher
 from packhorse.tokens import Tokenizer
 from packhorse.train.objectives import OBJECTIVES, Choose, Embedding, Objective, SpanEnds, Tag
 from packhorse.train.objectives.span import squad_evaluation
-from packhorse.train.preparing import LabelSet
+from packhorse.train.preparing import ALIASES, LabelSet
 from packhorse.train.settings import LOSSES, TrainSettings
 
 EVAL_SEED = 12345  # of the masks in every evaluation, whatever the run's seed
@@ -424,7 +424,7 @@ def _read_labelled(settings: TrainSettings, model: Checkpoint, tokenizer: Tokeni
         eval_task,
         _embedding(settings) if is_similarity else objective(agreement=settings.agreement),
         LabelSet() if is_similarity else LabelSet(table.labels, table.problem),
-        notes=_truncation_notes(train),
+        notes=_truncation_notes(train, eval_task),
     )
 
 
@@ -463,7 +463,13 @@ def _read_tagged(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenize
         held_out = read_tagged(settings.eval, columns, tagged.labels)
         eval_task = tagging_task(held_out, tokenizer, max_length)
     labels = LabelSet(tagged.labels)
-    return TaskData(train, eval_task, Tag(tagged.labels), labels, notes=_truncation_notes(train))
+    notes = _truncation_notes(train, eval_task)
+    if all(label.isdecimal() for label in tagged.labels):
+        notes += (
+            "labels are numbers: f1 counts entities by names (B-PER, I-PER, O), so give names, or "
+            "set measure to accuracy",
+        )
+    return TaskData(train, eval_task, Tag(tagged.labels), labels, notes=notes)
 
 
 def _read_choices(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenizer) -> TaskData:
@@ -476,7 +482,8 @@ def _read_choices(settings: TrainSettings, model: Checkpoint, tokenizer: Tokeniz
     eval_task = read(settings.eval) if settings.eval else None
     # One output, as transformers' class for it has; its configuration names no labels.
     labels = LabelSet(("choice",), "regression")
-    return TaskData(train, eval_task, Choose(), labels, notes=_truncation_notes(train))
+    notes = _truncation_notes(train, eval_task)
+    return TaskData(train, eval_task, Choose(), labels, notes=notes)
 
 
 def _embedding(settings: TrainSettings) -> Embedding:
@@ -499,17 +506,19 @@ def _read_groups(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenize
         scored=is_taught and not settings.teacher,
     )
     if is_taught:
-        teacher = open_teacher(settings.teacher, settings.device) if settings.teacher else None
+        name = ALIASES.get(settings.teacher, settings.teacher)
+        teacher = open_teacher(name, settings.device) if name else None
         train = _taught(groups, objective, teacher, tokenizer, max_length, prompts)
     else:
         train = contrastive_task([g.texts for g in groups], tokenizer, max_length, prompts)
+    held_out = _held_out_groups(settings, tokenizer, prompts) if settings.eval else None
     kept = {"query": prompts.query, "document": prompts.document}
     return TaskData(
         train,
-        _held_out_groups(settings, tokenizer, prompts) if settings.eval else None,
+        held_out,
         objective,
         prompts={**model.prompts, **kept} if any(kept.values()) else None,
-        notes=(*_truncation_notes(train), *_repeated_notes(groups)),
+        notes=(*_truncation_notes(train, held_out), *_group_notes(groups, settings, objective)),
     )
 
 
@@ -542,7 +551,7 @@ def _held_out_groups(
         layout = replace(_layout(settings), text=())
         table = read_labeled(settings.eval, layout, problem="regression")
         return labeled_task(table, tokenizer, max_length, apart=True)
-    groups = read_groups(settings.eval, settings.text, settings.negatives)
+    groups = read_groups(settings.eval, settings.text)  # negatives are how many to learn from
     return contrastive_task([g.texts for g in groups], tokenizer, max_length, prompts)
 
 
@@ -557,11 +566,34 @@ def _prompts(settings: TrainSettings, model: Checkpoint) -> Prompts:
     )
 
 
-def _repeated_notes(groups: Sequence[TextGroup]) -> tuple[str, ...]:
-    repeated = sum(len(set(group.texts[2:])) < len(group.texts[2:]) for group in groups)
-    if not repeated:
-        return ()
-    return (f"{repeated:,} of {len(groups):,} groups have a negative twice, for lack of others",)
+def _group_notes(
+    groups: Sequence[TextGroup], settings: TrainSettings, objective: Embedding
+) -> tuple[str, ...]:
+    """What of the groups is not learned as the file may have meant it."""
+    count = len(groups)
+    notes: list[str] = []
+    if repeated := sum(len(set(group.texts[2:])) < len(group.texts[2:]) for group in groups):
+        notes.append(f"{repeated:,} of {count:,} groups have a negative twice, for lack of others")
+    unused = sum(group.unused for group in groups)
+    if unused and not settings.negatives:
+        used = len(groups[0].texts) - 2
+        notes.append(
+            f"{unused:,} negatives are left out, because every group has {used}; set negatives for "
+            "more, and remove rows that have none"
+        )
+    anchors, positives = (len({group.texts[side] for group in groups}) for side in (0, 1))
+    shared = count - min(anchors, positives)
+    if shared and objective.ranks:
+        notes.append(
+            f"{shared:,} of {count:,} groups repeat an anchor or a positive; in one step with the "
+            "other, what belongs together is learned as a negative"
+        )
+    if settings.batch > count and objective.ranks:
+        notes.append(
+            f"batch is {settings.batch}, more than {count} groups: a step has groups several times,"
+            " and learns each as a negative of its copies; lower batch"
+        )
+    return tuple(notes)
 
 
 def _read_questions(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenizer) -> TaskData:
@@ -578,7 +610,11 @@ def _read_questions(settings: TrainSettings, model: Checkpoint, tokenizer: Token
     return TaskData(train, evaluation.task(), SpanEnds(evaluation), notes=notes)
 
 
-def _truncation_notes(task: TrainingTask) -> tuple[str, ...]:
-    if not task.truncated:
-        return ()
-    return (f"{task.truncated:,} of {len(task.examples):,} examples were truncated",)
+def _truncation_notes(train: TrainingTask, held_out: TrainingTask | None) -> tuple[str, ...]:
+    """What was cut; of words that are cut, evaluation says nothing either."""
+    tasks = (("", train), ("evaluation: ", held_out))
+    return tuple(
+        f"{name}{task.truncated:,} of {len(task.examples):,} examples were truncated"
+        for name, task in tasks
+        if task and task.truncated
+    )

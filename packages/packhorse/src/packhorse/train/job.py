@@ -34,6 +34,7 @@ from packhorse.train.checkpoints import BestMetric
 from packhorse.train.feed import TrainingFeed
 from packhorse.train.objectives import Embedding, Objective, Pretrain
 from packhorse.train.preparing import (
+    ALIASES,
     LabelSet,
     StartingModel,
     find_model,
@@ -45,7 +46,6 @@ from packhorse.train.preparing import (
 from packhorse.train.recording import StepRecorder
 from packhorse.train.settings import TrainSettings
 
-ALIASES = {"minilm": "all-MiniLM-L6-v2"}
 UNDIVIDED_TOKENS = 1 << 15  # of texts that are compared, in one part on a CPU, unless set
 RETRIEVAL = ("ndcg@10", "mrr@10", "recall@1", "recall@10", "accuracy", "loss")
 # The measures of an evaluation per problem; the first decides which model is best.

@@ -166,6 +166,11 @@ def write(
 
 def read(folder: Path, model: Model) -> dict[str, Tensor]:
     """The state of a model with the adapter that `write` wrote; the base is the model's own."""
+    if not (folder / WEIGHTS).is_file():
+        raise CheckpointError(
+            f"{folder} holds a whole model and no adapter; resume without lora_rank, or begin "
+            "another run"
+        )
     stored = read_tensors(folder, WEIGHTS)
     expected = tensors(model)
     if stored.keys() != expected.keys():

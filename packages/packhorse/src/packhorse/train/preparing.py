@@ -42,6 +42,7 @@ from packhorse.optim import LAMB, parameter_groups
 from packhorse.train.optimizer_state import dismantle
 from packhorse.train.settings import TrainSettings
 
+ALIASES = {"minilm": "all-MiniLM-L6-v2"}
 DEVIATION = 0.02
 SIZES = ("layers", "hidden_size", "heads", "intermediate_size", "vocab_size", "max_positions")
 LABEL_KEYS = ("id2label", "label2id", "num_labels", "problem_type")  # of config.json

@@ -176,7 +176,7 @@ class TrainSettings:
         "euclidean", TASK, "triplet: the distance that is compared."
     )
     negatives: int = setting(
-        0, TASK, "Hard negatives of each row; default as many as every row has."
+        0, TASK, "Hard negatives of each row to learn from; default as many as every row has."
     )
     widths: tuple[int, ...] = setting(
         (), TASK, "Matryoshka: widths that vectors may be cut to, their own included."

@@ -101,6 +101,11 @@ def test_scored_pairs_are_told_apart(tmp_path: Path) -> None:
             {"scored": True},
             "1 and 0 scores",
         ),
+        (
+            {"query": "a", "pos": ["b", "c"], "neg": ["d"], "scores": [2, 1]},
+            {"scored": True},
+            "2 positives and one list of scores",
+        ),
     ],
 )
 def test_what_is_refused(

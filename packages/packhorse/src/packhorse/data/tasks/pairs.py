@@ -38,6 +38,7 @@ class TextGroup:
 
     texts: tuple[str, ...]
     scores: tuple[float, ...] = ()  # of the positive and each negative; or a margin per negative
+    unused: int = 0  # negatives of the row beyond the size of groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,11 @@ def _row_groups(row: TableRow, columns: _GroupColumns) -> Iterator[_RowGroup]:
                     f"{len(listed[0])} and {len(listed[1])} scores"
                 )
             scores = [listed[0][number], *listed[1]]
+        elif listed and len(positives) > 1:
+            raise InputError(
+                f"{row.place}: {len(positives)} positives and one list of scores; give "
+                f"{' and '.join(LISTED_SCORES)}, or a row for each positive"
+            )
         yield _RowGroup(row.place, anchors[0], positive, negatives, scores)
 
 
@@ -169,9 +175,10 @@ def _group(row: _RowGroup, size: int, scored: bool) -> TextGroup:
             "`packhorse data mine`, or remove the row"
         )
     texts = (row.anchor, row.positive, *islice(cycle(row.negatives), size))
-    if not scored:
-        return TextGroup(texts)
     given = len(row.negatives)
+    unused = max(0, given - size)
+    if not scored:
+        return TextGroup(texts, unused=unused)
     if len(row.scores) not in (given, given + 1):
         raise InputError(
             f"{row.place}: {len(row.scores)} scores for a positive and {given} negatives; give one "
@@ -179,7 +186,7 @@ def _group(row: _RowGroup, size: int, scored: bool) -> TextGroup:
         )
     head = row.scores[: len(row.scores) - given]
     tail = row.scores[len(row.scores) - given :]
-    return TextGroup(texts, (*head, *islice(cycle(tail), size)))
+    return TextGroup(texts, (*head, *islice(cycle(tail), size)), unused)
 
 
 def _texts(row: TableRow, name: str) -> list[str]:

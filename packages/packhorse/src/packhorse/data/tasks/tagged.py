@@ -1,9 +1,11 @@
 """Texts with a label for each word: CoNLL's columns, or lists of words in a table.
 
 A file named .conll, .bio, .iob or .txt has a word a line, its label last, and a blank line between
-sentences (CoNLL 2003; lines with -DOCSTART- and comments with # in front of a blank are left out).
+sentences (CoNLL 2003; lines with -DOCSTART- and comments with # in front of a blank are left out,
+where # is no word with a label). Of .conllu (Universal Dependencies) the parts of speech are read.
 Any table has a list of words (`tokens` or `words`) and one of labels (`ner_tags`, `tags` or
-`labels`), as `datasets` saves them, whose class names are used. Labels are sorted by name.
+`labels`), as `datasets` saves them, whose class names are used. Labels are in order of name or
+number.
 
 A word is one or more tokens. Its label belongs to the first of them; the others are not learned
 from, as in transformers' examples. The text of a sentence is its words with blanks between them, so
@@ -59,6 +61,9 @@ def read_tagged(
         for word in sentence:
             if not isinstance(word, str) or not word or word.split() != [word]:
                 raise InputError(f"{place}: {word!r:.40} is no word; words have no blanks in them")
+        for tag in tags:
+            if type(tag) is not int and not (isinstance(tag, str) and tag.strip()):
+                raise InputError(f"{place}: {tag!r:.40} is no label; labels are names or numbers")
         if sentence:
             words.append(sentence)
             named.append((place, tags))
@@ -66,7 +71,8 @@ def read_tagged(
         raise InputError(f"{name or 'the dataset'} holds no sentences")
     classes = _class_names(source, columns)
     every = {tag for _, tags in named for tag in tags}
-    known = tuple(labels) or classes or tuple(sorted(map(str, every)))
+    numbers = sorted(every) if all(type(tag) is int for tag in every) else ()
+    known = tuple(labels) or classes or tuple(map(str, numbers)) or tuple(sorted(map(str, every)))
     if len(known) < 2:
         raise InputError(f"too few labels to tell apart in {name or 'the dataset'}: {known}")
     number = {label: i for i, label in enumerate(known)}
@@ -130,13 +136,24 @@ def _conll_rows(path: Path) -> Iterator[tuple[str, list[str], list[Any]]]:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{path} cannot be read: {reason}") from error
+    is_conllu = path.suffix.lower() == ".conllu"
+    # A # with the label of another word is a word, not the beginning of a comment.
+    every = {line.split()[-1] for line in lines if line.strip() and not line.startswith("# ")}
     for number, line in enumerate([*lines, ""], 1):
-        cells = line.split()
+        cells = line.split("\t") if is_conllu and line.strip() else line.split()
         if not cells or cells[0] == "-DOCSTART-":
             yield f"{path}, line {begin}", words, tags
             words, tags, begin = [], [], number + 1
-        elif line.startswith("# "):
+        elif line.startswith("# ") and (is_conllu or cells[-1] not in every):
             continue
+        elif is_conllu:
+            if len(cells) != 10:
+                raise InputError(
+                    f"{path}, line {number}: {len(cells)} cells; .conllu has 10, by tabs"
+                )
+            if cells[0].isdigit():  # else a word that is several, or one that is not written
+                words.append(cells[1].replace(" ", "\u00a0"))
+                tags.append(cells[3])
         elif len(cells) < 2:
             raise InputError(
                 f"{path}, line {number}: {line!r:.40} has no label; it is the last cell"
@@ -152,14 +169,15 @@ def token_targets(words: Sequence[str], tags: Sequence[int], encoding: Encoding)
     A word that has no token of its own, because the tokenizer drops it, is not learned from.
     """
     starts = np.cumsum([0, *(len(word) + 1 for word in words[:-1])])
-    begins = encoding.offsets[:, 0]
-    word_of = np.searchsorted(starts, begins, "right") - 1
+    # By its last character: the first of a token may be the blank before the word.
+    begins, ends = encoding.offsets.T
+    word_of = np.searchsorted(starts, ends - 1, "right") - 1
     # Of a word's tokens the first; a special token has no place in the text.
     targets = np.full(len(encoding), UNLABELED, np.int64)
     seen = -1
     for token in np.flatnonzero(~np.asarray(encoding.special, bool)).tolist():
         word = int(word_of[token])
-        if word != seen and encoding.offsets[token, 1] > begins[token]:
+        if word != seen and ends[token] > begins[token]:
             targets[token] = tags[word]
             seen = word
     return targets

@@ -230,6 +230,11 @@ def tagging_task(
         tuple(token_targets(words, tags, encoding).tolist())
         for words, tags, encoding in zip(tagged.words, tagged.tags, encodings, strict=True)
     ]
+    if all(label == UNLABELED for labels in learned for label in labels):
+        raise InputError(
+            "no word of the data has a token to learn its label at: the tokenizer drops all of "
+            "them, or max_length cuts them"
+        )
     return _task([(encoding,) for encoding in encodings], learned, "tokens", tagged.labels)
 
 
