@@ -242,7 +242,9 @@ class ScriptPatcher:
         node = max(around, key=lambda node: node.lineno)
         inside = [inner for part in node.body for inner in ast.walk(part)]
         loop = self.statement_loops[statement]
-        others = any(self.statement_loops.get(inner, loop) is not loop for inner in inside)
+        others = any(
+            call in inside for call, other in self.statement_loops.items() if other is not loop
+        )
         created = any(
             isinstance(inner, ast.Name)
             and inner.id == loop.variable

@@ -35,7 +35,7 @@ REMEDY = (
 class ChatTemplate:
     """One template, or several by name, and the special tokens that they may name."""
 
-    source: str | Mapping[str, str]
+    source: str | Mapping[str, Any]
     special: Mapping[str, str]
 
     def encode(
