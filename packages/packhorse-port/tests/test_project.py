@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,21 @@ def test_a_folder_is_patched_into_a_copy(cli, project: Path, tmp_path: Path) -> 
         assert refused.code == 2 and part in refused.err
     alone = cli("port", "--patch", tmp_path / "train.py", project / "train.py")
     assert "helpers.py" in alone.err and "--patch the folder" in alone.err
+
+
+def test_links_and_what_is_no_file_do_not_hinder(cli, project: Path, tmp_path: Path) -> None:
+    (project / "again").symlink_to(".")
+    (project / "gone").symlink_to("nowhere")
+    (project / "folder.py").mkdir()
+    out = tmp_path / "plain"
+    assert cli("port", "--patch", out, project).code == 0
+    assert (out / "again").readlink() == Path(".") and (out / "gone").is_symlink()
+    os.mkfifo(project / "pipe.py")
+    reports = cli("port", "--json", "--check", project).document
+    assert not [file for file in reports["files"] if "pipe" in file or "folder" in file]
+    refused = cli("port", "--patch", tmp_path / "other", project)
+    assert refused.code == 2 and "pipe.py` is a named pipe" in refused.err
+    assert not [path for path in tmp_path.iterdir() if "other" in path.name]
 
 
 def test_a_folder_without_scripts_is_refused(cli, tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
 
+import packhorse_port
 from packhorse.errors import InputError
 from packhorse_port import prove as proving
 from packhorse_port.patch import translate
@@ -144,12 +147,104 @@ def test_calls_that_become_loops(call: str, line: str) -> None:
         "m.setOptimizer(other)\nloss = m(x)",
         "def f(x):\n    loss = m(x)\ndef g():\n    m = 3",
         "loss = m(x)\nm = poptorch.inferenceModel(net)",
+        "aux_loss, total = m(x)",
+        "for x in data: loss = m(x)",
+        "loss = m(x); print(loss)",
     ],
 )
 def test_what_a_loop_cannot_say_is_left_to_functions(rest: str) -> None:
     text = plain(SIMPLE.format(rest))
     kept = "functools.partial(train_once, net, optimizer=o)" in text
     assert kept or "def f" in rest
+
+
+ALIKE = f"""\
+{NET}
+torch.manual_seed(0)
+net = Net()
+x, y = torch.randn(32, 5), torch.randn(32, 2)
+optimizer = poptorch.optim.SGD(net.parameters(), lr=0.1)
+"""
+BOTH = """\
+training = poptorch.trainingModel(net, None, optimizer)
+net.eval()
+answers = poptorch.inferenceModel(net)
+def validate():
+    return answers(x)
+"""
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        # An executor keeps its mode, whatever is validated in between
+        f"{BOTH}for i in range(3):\n    out, loss = training(x, y)\n    print(validate().sum())",
+        f"{BOTH}for i in range(3):\n    out, loss = training(x, y)\n    net.eval()",
+        """\
+        training = poptorch.trainingModel(net, None, optimizer)
+        for i in range(3):
+            out, loss = training(x, y)
+            net.eval()
+        """,
+        # None changes where the script does not
+        """\
+        training = poptorch.trainingModel(net, None, optimizer)
+        answers = poptorch.inferenceModel(net)
+        out, loss = training(x, y)
+        print(answers(x).eq(0).any())
+        """,
+        # One loss for each of the batches
+        """\
+        net.eval()
+        answers = poptorch.inferenceModel(net, poptorch.Options().deviceIterations(4))
+        out, loss = answers(x, y)
+        print(loss)
+        """,
+        "answers = poptorch.inferenceModel(net.eval())\n"
+        "def rows():\n    yield answers(x)\nfor row in rows():\n"
+        "    loss = torch.is_grad_enabled()\n    print(loss)",
+        "training = poptorch.trainingModel(net, None, optimizer)\n"
+        "for i in range(2):\n\tout, loss = training(x, y)\n\tprint(loss)",
+        # Names of parts of two inputs
+        """\
+        class Both(Net):
+            def forward(self, a, b, y):
+                return super().forward(a - 2 * b, y)
+        net = Both()
+        x_step = 2 * x
+        optimizer = poptorch.optim.SGD(net.parameters(), lr=0.1)
+        options = poptorch.Options().deviceIterations(2)
+        training = poptorch.trainingModel(net, options, optimizer)
+        out, loss = training(x, x_step, y)
+        """,
+    ],
+)
+def test_the_translation_prints_and_computes_the_same(rest: str, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "poptorch", packhorse_port)
+    monkeypatch.setenv("PACKHORSE_DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = f"{ALIKE}{dedent(rest)}\nprint(loss, net.line.weight.sum())\n"
+    patched = translate(text.encode(), "script.py")
+    assert not patched.untranslated and "poptorch" not in patched.text
+    printed = []
+    for script in (text, patched.text):
+        exec(compile(script, "script.py", "exec"), {"__name__": "__main__"})
+        printed.append(capsys.readouterr().out)
+    assert printed[0] and printed[0] == printed[1]
+
+
+def test_a_translation_keeps_the_encoding_that_its_first_line_names() -> None:
+    source = '# coding: latin-1\nimport poptorch\nname = "½"\n'.encode("latin-1")
+    scope = {}
+    exec(compile(translate(source, "a.py").encode(), "a.py", "exec"), scope)
+    assert scope["name"] == "½"
+
+
+def test_modes_that_a_translation_cannot_keep_are_marked() -> None:
+    part = translate(f"{ALIKE}{BOTH}net.line.eval()\nloss = training(x, y)\n".encode(), "a.py")
+    assert ["the mode of a part" in reason for _, reason in part.untranslated] == [True]
+    passed = translate(f"{ALIKE}{BOTH}fit(training)\n".encode(), "a.py")
+    assert ["it keeps its mode" in reason for _, reason in passed.untranslated] == [True]
 
 
 def test_scripts_that_cannot_be_proven_say_why(cli, script: Path, tmp_path: Path) -> None:

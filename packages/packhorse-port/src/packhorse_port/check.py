@@ -125,7 +125,7 @@ def examine(source: bytes, path: Path, project: Project | None = None) -> CheckR
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         return CheckReport((Finding(line, "fails", "syntax", f"{error}", "", str(path)),), 0)
-    lines = text.splitlines()
+    lines = text.split("\n")  # as Python numbers them; splitlines also ends them at a form feed
     project = project or Project(path, [path])
     file = CheckedFile(path, tree, NameOrigins(tree, functions=True), project)
     findings = {

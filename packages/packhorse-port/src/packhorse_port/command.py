@@ -218,11 +218,14 @@ def _patch_folder(project: "Project", out: Path) -> list[dict[str, object]]:
     shutil.rmtree(draft, ignore_errors=True)
     left = []
     try:
-        shutil.copytree(project.path, draft, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        ignored = shutil.ignore_patterns(".*", "__pycache__")
+        shutil.copytree(project.path, draft, symlinks=True, ignore=ignored)
         for file in project.files:
             if _needs_patch(file.read_bytes()):
                 left += _patch_file(file, draft / file.relative_to(project.path))
         draft.replace(out)
+    except shutil.Error as error:  # of several files
+        raise InputError(f"{project.path} cannot be copied: {error.args[0][0][2]}") from error
     except OSError as error:
         raise InputError(f"{out} cannot be written: {error.strerror or error}") from error
     finally:
@@ -248,7 +251,7 @@ def _patch_file(file: Path, out: Path) -> list[dict[str, object]]:
     else:
         patched = translate(source, file.name)
     with new_file(out) as target:
-        target.write(patched.text.encode("utf-8"))
+        target.write(patched.encode())
     if b"torchvision" in source and find_spec("torchvision") is None:
         note(f"{file}: the plain script needs torchvision itself, which is not installed here")
     return [

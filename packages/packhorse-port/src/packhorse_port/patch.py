@@ -12,11 +12,14 @@ counterpart) is kept, marked and reported.
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import decode_source
+from io import BytesIO
 from pathlib import Path
+from tokenize import detect_encoding
 from typing import NamedTuple
 
 from packhorse.errors import InputError
@@ -142,6 +145,12 @@ class PatchedScript:
     text: str
     untranslated: tuple[tuple[int, str], ...]
 
+    def encode(self) -> bytes:
+        """The text as a file, in the encoding that its first lines name."""
+        text = self.text.encode()
+        encoding, _ = detect_encoding(BytesIO(text).readline)
+        return self.text.encode(encoding)
+
 
 def translate(source: bytes, name: str) -> PatchedScript:
     """Translate a PopTorch script to plain PyTorch."""
@@ -181,7 +190,9 @@ class ScriptPatcher:
         self.untranslated += self.plans.untranslated
         bound = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
         self.device = "device" if "device" not in bound else "torch_device"
-        self.loops = executor_loops(self.tree, self.origins, self.executor_plans())
+        self.loops = executor_loops(
+            self.tree, self.origins, self.executor_plans(), self.text.has_own_lines
+        )
         self.statement_loops = {
             statement: loop for loop in self.loops.values() for statement in loop.calls
         }
@@ -200,8 +211,14 @@ class ScriptPatcher:
         return plans
 
     def set_modes(self) -> None:
-        """Where one module trains and infers, set its mode before each loop: executors kept it."""
-        if len({loop.training for loop in self.loops.values()}) < 2:
+        """Where a script changes modes, set a loop's before it: an executor keeps the mode it had.
+
+        Where it changes none, all of its executors and the module have the same one.
+        """
+        created = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        self.trains = any(self.origins.path(node.func) == EXECUTORS[0] for node in created)
+        self.mode_changes, of_parts = mode_changes(self.tree)
+        if not self.mode_changes:
             return
         lines = set()
         for statement, loop in self.statement_loops.items():
@@ -209,18 +226,21 @@ class ScriptPatcher:
             lines.add((self.whole_loop(statement).lineno, f"{loop.variable}.{mode}()"))
         for line, text in sorted(lines):
             self.text.insert_line(line, text)
+        if lines:
+            reason = "the mode of a part: the model's is set before each loop, so set this after it"
+            self.untranslated += [(line, reason) for line in of_parts]
 
     def whole_loop(self, statement: ast.stmt) -> ast.stmt:
-        """The innermost `for` around a call, if nothing else is done with executors in it."""
+        """The innermost `for` around a call, if nothing in it may change the module's mode."""
         around = [
-            (node.lineno, node, set(ast.walk(node)))
+            node
             for node in ast.walk(self.tree)
-            if isinstance(node, ast.For)
+            if isinstance(node, ast.For) and statement in ast.walk(node)
         ]
-        holding = [entry for entry in around if statement in entry[2]]
-        if not holding:
+        if not around:
             return statement
-        _, node, inside = max(holding, key=lambda entry: entry[0])
+        node = max(around, key=lambda node: node.lineno)
+        inside = [inner for part in node.body for inner in ast.walk(part)]
         loop = self.statement_loops[statement]
         others = any(
             call in inside for call, other in self.statement_loops.items() if other is not loop
@@ -231,7 +251,18 @@ class ScriptPatcher:
             and isinstance(inner.ctx, ast.Store)
             for inner in inside
         )
-        return statement if others or created else node
+        methods = {
+            inner.name for inner in ast.walk(self.tree) if isinstance(inner, ast.FunctionDef)
+        }
+        unknown = any(
+            name not in (loop.variable, *dir(builtins))
+            if isinstance(inner.func, ast.Name)
+            else name.rpartition(".")[2] in {"train", "eval", *methods}
+            for inner in inside
+            if isinstance(inner, ast.Call)
+            for name in [dotted(inner.func)]
+        )
+        return statement if others or created or unknown else node
 
     # Statements
 
@@ -275,7 +306,7 @@ class ScriptPatcher:
     def call_in_loop(self, node: ast.stmt, loop: ExecutorLoop) -> bool:
         """Write a call as a loop; False if the rest of its statement is still to be translated."""
         self.modules.add("torch")
-        indent = " " * node.col_offset
+        indent = self.text.indent(node.lineno)
         if loop.training:
             lines = loop.lines(node, self.device)
             self.text.replace_node(node, f"\n{indent}".join(lines))
@@ -502,6 +533,11 @@ class ScriptPatcher:
         training = name == "trainingModel"
         if training and arguments.value("optimizer") is None:
             raise Untranslatable("trainingModel: without an optimizer")
+        if "eval" in self.mode_changes and self.trains:
+            method = "train" if training else "eval"
+            self.report(
+                f"{name}: it keeps its mode; call {method}() of the module before its calls"
+            )
         if plan.replicas != "1" and b"BatchNorm" in self.text.source:
             self.report("BatchNorm counts all replicas, not the first alone")
         training_only = ("accumulation", "mean") if training else ()
@@ -554,6 +590,39 @@ class ScriptPatcher:
 def _is_of_module(name: str) -> bool:
     """Whether the executor only forwards this name to the wrapped module."""
     return name in MODULE_NAMES or (name.startswith("PoplarExecutor.") and name not in NAMES)
+
+
+def mode_changes(tree: ast.Module) -> tuple[set[str], list[int]]:
+    """Which of `net.eval()` and `net.train()` are called; and the lines of those of parts of it."""
+    items = {
+        name.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For)
+        for name in ast.walk(node.target)
+        if isinstance(name, ast.Name)
+    }
+    in_modules = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and any(getattr(method, "name", "") == "forward" for method in node.body)
+        for inner in ast.walk(node)
+    }
+    wholes: set[str] = set()
+    parts: list[int] = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        of_module = all(isinstance(getattr(word, "value", None), bool) for word in node.args)
+        if node.func.attr not in ("eval", "train") or not of_module:
+            continue
+        root, *attributes = dotted(node.func.value).split(".")
+        is_part = len(attributes) > (root == "self" and node not in in_modules) or root in items
+        if is_part or not root:
+            parts.append(node.lineno)
+        else:
+            wholes.add(node.func.attr)
+    return wholes, parts
 
 
 def plain_functions(steps: set[str]) -> dict[str, str]:
@@ -642,9 +711,18 @@ class SourceText:
 
     def insert_line(self, line: int, text: str) -> None:
         """Insert a line above a line, with the same indentation."""
-        old = self.lines[line - 1]
-        indent = old[: len(old) - len(old.lstrip())].decode()
-        self.insert(self.line_starts[line - 1], f"{indent}{text}\n")
+        self.insert(self.line_starts[line - 1], f"{self.indent(line)}{text}\n")
+
+    def indent(self, line: int) -> str:
+        """The spaces or tabs that a line begins with."""
+        text = self.lines[line - 1]
+        return text[: len(text) - len(text.lstrip())].decode()
+
+    def has_own_lines(self, node: ast.stmt) -> bool:
+        """Whether nothing but a comment is on the lines of a statement beside it."""
+        before = self.lines[node.lineno - 1][: node.col_offset].strip()
+        after = self.lines[(node.end_lineno or 1) - 1][node.end_col_offset :].strip()
+        return not before and (not after or after.startswith(b"#"))
 
     def delete(self, node: ast.stmt, only_one: bool) -> None:
         """Delete a statement with its lines; write `pass` if its line or block has nothing else."""

@@ -7,18 +7,26 @@ A training call becomes the loop that a person would write, where it is a statem
 assigns its results to names, one of which says that it is the loss. An inference call becomes one
 of the module under `torch.no_grad()`. All that the script does with an executor must be known for
 that: one that is passed on, is called inside another expression while it trains, returns more than
-the last results of a call, or has replicas, is left to the functions in `plain`.
+the last results of a call, or has replicas, is left to the functions in `plain`. So is an inference
+on several batches at once, of which an executor returns as many scalars.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from packhorse_port.syntax import NameOrigins, OptionsPlan, dotted
 
+# What may run after the `with` that is written around it, or let others run inside it
+DEFERRED = (ast.Yield, ast.YieldFrom, ast.Await, ast.GeneratorExp, ast.Lambda)
+# Names beside the loss that may be the one that the model marks
+OTHER_LOSS = re.compile(
+    r"total|cost|objective|nll|err|penalty|^(ce|kl|mse|mlm|nsp)$", re.IGNORECASE
+)
 SIMPLE = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return)
 INPUTS = (ast.Name, ast.Attribute, ast.Subscript, ast.Call)
 OUTPUTS = {True: ("", "final"), False: ("", "all")}  # that a loop gives, by whether it trains
@@ -51,6 +59,8 @@ class ExecutorLoop:
                 value.id.removesuffix("_step") if isinstance(value, ast.Name) else f"input{index}"
                 for index, value in enumerate(values)
             ]
+            if len({*bases}) < len(bases):  # `x` and `x_step`
+                bases = [f"input{index}" for index in range(len(values))]
             chunks = [f"{ast.unparse(value)}.chunk({count})" for value in values]
             source = chunks[0] if len(chunks) == 1 else f"zip({', '.join(chunks)})"
             values[:] = [ast.Name(f"{base}_{suffix}") for base in bases]
@@ -93,9 +103,15 @@ def target_names(node: ast.stmt) -> list[str]:
 
 
 def executor_loops(
-    tree: ast.Module, origins: NameOrigins, plans: Mapping[ast.Call, OptionsPlan]
+    tree: ast.Module,
+    origins: NameOrigins,
+    plans: Mapping[ast.Call, OptionsPlan],
+    has_own_lines: Callable[[ast.stmt], bool],
 ) -> dict[str, ExecutorLoop]:
-    """By variable, the executors that become plain loops; `plans` are those of their creations."""
+    """By variable, the executors that become plain loops; `plans` are those of their creations.
+
+    has_own_lines: whether nothing else is on the lines of a statement.
+    """
     scopes = dict(_scopes(tree))
     created: dict[str, list[ast.Assign]] = defaultdict(list)
     for node in scopes:
@@ -104,7 +120,9 @@ def executor_loops(
     loops = {}
     for variable, (creation, *others) in created.items():
         loop = _begin(creation, origins, plans) if variable.isidentifier() and not others else None
-        if loop is not None and _follow(loop, scopes[creation], scopes, tree, origins):
+        if loop is not None and _follow(
+            loop, scopes[creation], scopes, tree, origins, has_own_lines
+        ):
             loops[variable] = loop
     return loops
 
@@ -127,6 +145,8 @@ def _begin(
         return None
     if plan.replicas != "1" or plan.outputs not in OUTPUTS[training]:
         return None
+    if not training and plan.factor("iterations"):
+        return None
     return ExecutorLoop(dotted(creation.targets[0]), model, training, plan, name)
 
 
@@ -136,6 +156,7 @@ def _follow(
     scopes: dict[ast.stmt, Scope],
     tree: ast.Module,
     origins: NameOrigins,
+    has_own_lines: Callable[[ast.stmt], bool],
 ) -> bool:
     """Find the calls of an executor; False if something else is done with it."""
     for statement, ancestors in _uses(tree, loop.variable):
@@ -152,6 +173,8 @@ def _follow(
             and parent.func is use
             and scope in (tree, scopes[statement])
             and isinstance(statement, SIMPLE)
+            and not any(isinstance(inner, DEFERRED) for inner in ast.walk(statement))
+            and has_own_lines(statement)
             and _has_plain_inputs(parent, origins)
             and (_assigns_loss(statement, parent) or not loop.training)
         ):
@@ -203,5 +226,7 @@ def _has_plain_inputs(call: ast.Call, origins: NameOrigins) -> bool:
 
 def _assigns_loss(statement: ast.stmt, call: ast.Call) -> bool:
     """`output, loss = executor(…)`, where one name says that it is the loss."""
-    losses = [name for name in target_names(statement) if "loss" in name.lower()]
-    return getattr(statement, "value", None) is call and len(losses) == 1
+    names = target_names(statement)
+    losses = [name for name in names if "loss" in name.lower()]
+    others = [name for name in names if name not in losses and OTHER_LOSS.search(name)]
+    return getattr(statement, "value", None) is call and len(losses) == 1 and not others

@@ -126,7 +126,8 @@ def scripts(folder: Path) -> Iterator[Path]:
     """The Python files of a folder, without hidden ones and installed packages."""
     for path in folder.rglob("*.py"):
         parts = path.relative_to(folder).parts
-        if not any(part.startswith(".") or part in SKIPPED for part in parts):
+        is_skipped = any(part.startswith(".") or part in SKIPPED for part in parts)
+        if not is_skipped and path.is_file():
             yield path
 
 

@@ -6,10 +6,12 @@ The committed ones are made by make_ggufs.py, with the model of transformers tha
 from __future__ import annotations
 
 import json
+import math
 import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,6 +33,7 @@ from packhorse.errors import CheckpointError, MissingExtra
 from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import SyntheticSequence
 from packhorse.tokens import Tokenizer
+from packhorse.tokens import files as token_files
 
 from .test_later import jina_states
 
@@ -379,6 +382,31 @@ BAD: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         "two tensors have one name",
     ),
 }
+
+
+ODD = ["x", -1, 3.5, math.nan, np.array([1, 2]), np.array([]), ["a"], [], 1 << 40, 0]
+
+
+@pytest.mark.parametrize("kind", ["bert", "modern-bert", "qwen3", "jina-v3"])
+def test_a_key_of_another_type_is_refused_or_read(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = FILES / f"{kind}.gguf"
+    header = reader_header(kind)
+    ours = [key for key in header.metadata if not key.startswith(("general.", "tokenizer."))]
+    words = [key for key in header.metadata if key.startswith("tokenizer.")]
+    cases = [(load, key) for key in ("general.architecture", "general.type", *ours)]
+    refused = 0
+    for read, key in [*cases, *((Tokenizer.load, key) for key in words)]:
+        for value in ODD:
+            changed = replace(header, metadata=header.metadata | {key: value})
+            for module in (reader, token_files):
+                monkeypatch.setattr(module, "read_header", lambda _, changed=changed: changed)
+            try:
+                read(path)
+            except CheckpointError:
+                refused += 1
+    assert refused > 100
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -175,7 +175,21 @@ ONLY_CHAT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% e
 PARTS = RERANKER.replace("content }}", "content[0].text }}")
 
 
-@pytest.mark.parametrize("template", [RERANKER, PARTS, {"default": ONLY_CHAT, "pairs": PARTS}])
+STOPPING = "{% for message in messages %}{% if loop.index > 2 %}{% break %}{% endif %}" + (
+    "{{ message.role }}: {{ message.content }} {% endfor %}"
+)
+FAULTY = {
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "cannot carry this input: .*recursion",
+    "{{ '{x}'.format() }}": "cannot carry this input: 'x'",
+    "{{ messages[0].content | truncate(-1) }}": "cannot carry this input: expected length",
+    "{{ " + "(" * 3000 + ")" * 3000 + " }}": "cannot be read: .*recursion",
+    5: "a chat template is a text, or texts by name, not 5",
+}
+
+
+@pytest.mark.parametrize(
+    "template", [RERANKER, PARTS, STOPPING, {"default": ONLY_CHAT, "pairs": PARTS}]
+)
 def test_chat_templates(st: ModuleType, tmp_path: Path, template: Any) -> None:
     # As transformers saves it: a folder of the library's may say that it takes no messages.
     folder = str(models.bert(tmp_path / "ranker", "BertForSequenceClassification"))
@@ -208,6 +222,10 @@ def test_chat_templates(st: ModuleType, tmp_path: Path, template: Any) -> None:
     plain.processor.chat_template = "{{ messages.__class__.__mro__ }}"
     with pytest.raises(InputError, match="unsafe"):
         plain.predict(PAIRS)
+    for template, part in FAULTY.items():
+        plain.processor.chat_template = template
+        with pytest.raises(InputError, match=part):
+            plain.predict(PAIRS)
     plain.processor.chat_template = None
     assert far(plain.predict(PAIRS), before) == 0
 

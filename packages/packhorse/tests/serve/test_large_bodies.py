@@ -42,6 +42,8 @@ BODIES = {
     "a vector per token": ("/embed_all", body(inputs=TEXTS[:800]), 200),
     "weights of words": ("/embed_sparse", body(inputs=TEXTS[:800]), 200),
     "labels": ("/predict", body(inputs=[[text] for text in TEXTS]), 200),
+    "tokens of one text": ("/tokenize", body(inputs="a " * 100_000), 200),
+    "tokens of many texts": ("/tokenize", body(inputs=["a " * 50] * 2000), 200),
     "many short strings": ("/embed", body(inputs=["the cat sat on a mat, and saw"] * 60_000), 413),
     "a wrong field at the end": ("/embed", ESCAPES[:-1] + b',"truncate":"maybe"}', 422),
     "not JSON at the end": ("/embed", ESCAPES[:-1], 400),

@@ -35,7 +35,7 @@ REMEDY = (
 class ChatTemplate:
     """One template, or several by name, and the special tokens that they may name."""
 
-    source: str | Mapping[str, str]
+    source: str | Mapping[str, Any]
     special: Mapping[str, str]
 
     def encode(
@@ -69,6 +69,7 @@ class ChatTemplate:
 
     def _compile(self, name: str) -> Any:
         from jinja2.exceptions import TemplateError
+        from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         source = self.source
@@ -78,12 +79,16 @@ class ChatTemplate:
                     f"there is no chat template {name!r}; there are {', '.join(source)}"
                 )
             source = source[name]
-        environment: Any = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        if not isinstance(source, str):
+            raise InputError(f"a chat template is a text, or texts by name, not {source!r:.80}")
+        environment: Any = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
         environment.globals["raise_exception"] = _refuse
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         try:
             return environment.from_string(source)
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
             raise InputError(f"the chat template cannot be read: {error}") from error
 
     def _message(self, role: str, content: Any) -> dict[str, Any]:
@@ -96,7 +101,7 @@ class ChatTemplate:
 
     @property
     def _takes_parts(self) -> bool:
-        return isinstance(self.source, Mapping) or PARTS.search(self.source) is not None
+        return not isinstance(self.source, str) or PARTS.search(self.source) is not None
 
     def _messages(self, entry: Any) -> list[dict[str, Any]]:
         if isinstance(entry, str):
@@ -146,11 +151,9 @@ class ChatTemplate:
 
 
 def _render(template: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-    from jinja2.exceptions import TemplateError
-
     try:
         return template.render(messages=messages, add_generation_prompt=False, **options)
-    except (TemplateError, TypeError, ValueError, ArithmeticError) as error:
+    except Exception as error:  # a template is a program, and may raise what Python can
         raise InputError(f"the chat template cannot carry this input: {error}") from error
 
 

@@ -65,10 +65,11 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
     for role, keys in ROLES.items():
         ids = (metadata.get(PREFIX + key) for key in keys)
         number = next((number for number in ids if number is not None), None)
-        if number is not None and not 0 <= number < len(tokens):
+        if number is None:
+            continue
+        if type(number) is not int or not 0 <= number < len(tokens):
             raise CheckpointError(f"the {role} token has the id {number} of {len(tokens)} tokens")
-        if number is not None:
-            spellings[f"{role}_token"] = tokens[number]
+        spellings[f"{role}_token"] = tokens[number]
     return spellings
 
 

@@ -79,10 +79,10 @@ def config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str,
             f"its architecture {architecture!r} is not read; those that are: "
             f"{', '.join(ARCHITECTURES)}"
         )
-    if metadata.get("general.type", "model") != "model":
+    content = metadata.get("general.type", "model")
+    if not isinstance(content, str) or content != "model":
         raise CheckpointError(
-            f"it holds {metadata['general.type']!r}, and not a model; merge an adapter in PEFT's "
-            f"layout (--adapter)"
+            f"it holds {content!r}, and not a model; merge an adapter in PEFT's layout (--adapter)"
         )
     expects = architecture in CAUSAL
     if metadata.get(f"{architecture}.attention.causal", expects) is not expects:
@@ -103,6 +103,8 @@ def config(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str,
         value = metadata.get(f"{architecture}.{key}")
         if value is None:
             raise CheckpointError(f"the key {architecture}.{key} is missing")
+        if not isinstance(value, int | float):
+            raise CheckpointError(f"the key {architecture}.{key} holds {value!r:.60}, no number")
         if field in keys:  # numbers are float32: 1e-12 shall not become 9.99999996e-13
             raw[keys[field]] = float(f"{value:.7g}") if isinstance(value, float) else value
     words = tensors.get("token_embd.weight")
@@ -121,7 +123,7 @@ def _settings(architecture: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
         return metadata.get(f"{architecture}.{key}", default)
 
     scaling = value("rope.scaling.type", "none")
-    if scaling != "none":
+    if not isinstance(scaling, str) or scaling != "none":
         raise CheckpointError(f"its rotary positions are scaled ({scaling}), which is not read")
     base = value("rope.freq_base", 10_000.0)
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": base}}

@@ -470,8 +470,12 @@ async def tokenize(
         )
     texts = cast("list[str]", prompted(model.encoder, texts, body.prompt_name))
     tokenizer = model.encoder.tokenizer
-    encodings = await asyncio.to_thread(tokenizer.encode, texts, NO_LIMIT)
-    return json_response(token_rows(tokenizer, encodings, body.add_special_tokens))
+
+    def answer() -> Response:
+        encodings = tokenizer.encode(texts, NO_LIMIT)
+        return json_response(token_rows(tokenizer, encodings, body.add_special_tokens))
+
+    return await asyncio.to_thread(answer)  # the objects of one long text are made at once
 
 
 def _truncation(truncate: bool | None, direction: str, long: str | None = None) -> Truncation:
