@@ -533,7 +533,7 @@ class ScriptPatcher:
         training = name == "trainingModel"
         if training and arguments.value("optimizer") is None:
             raise Untranslatable("trainingModel: without an optimizer")
-        if "eval" in self.mode_changes and self.trains:
+        if "eval" in self.mode_changes and self.trains and not self.is_done_before_eval(arguments):
             method = "train" if training else "eval"
             self.report(
                 f"{name}: it keeps its mode; call {method}() of the module before its calls"
@@ -551,6 +551,31 @@ class ScriptPatcher:
         self.steps.add(step)
         self.modules |= {"functools", "typing"}
         return self.renamed_call(arguments, "functools.partial")
+
+    def is_done_before_eval(self, arguments: CallArguments) -> bool:
+        """Whether the script itself, line by line, last uses an executor before any `eval()`."""
+        statements = self.tree.body
+        names = {
+            target.id
+            for statement in statements
+            if isinstance(statement, ast.Assign) and statement.value is arguments.call
+            for target in statement.targets
+            if isinstance(target, ast.Name)
+        }
+        uses = [
+            (place, isinstance(statement, ast.FunctionDef | ast.ClassDef))
+            for place, statement in enumerate(statements)
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Name) and node.id in names
+        ]
+        evals = [
+            (place, isinstance(statement, ast.Expr))
+            for place, statement in enumerate(statements)
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Attribute) and node.attr == "eval"
+        ]
+        in_order = not any(called for _, called in uses) and all(alone for _, alone in evals)
+        return bool(uses) and in_order and max(uses)[0] < min(evals)[0]
 
     def optimizer(self, arguments: CallArguments, name: str) -> list[ast.AST]:
         kind = name.removeprefix("optim.")
