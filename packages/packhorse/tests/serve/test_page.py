@@ -429,7 +429,8 @@ def test_a_copied_command_does_what_the_form_does(visit, name) -> None:
         assert place.locator(".code").inner_text().strip() == text.strip()
         documents = run_command(language, text)
         assert plain(documents) == plain(answers)
-        changed = run_command(language, text.replace("mule", "horse"))
+        # Many words: one can change a random model's scores by less than the digits compared.
+        changed = run_command(language, text.replace("mule", "horse " * 40))
         assert name == "fill" or plain(changed) != plain(answers), "the control: other text"
 
 
