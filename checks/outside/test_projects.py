@@ -58,7 +58,7 @@ class Outcome(NamedTuple):
 
     lines: int
     share: float
-    said: list[str]
+    printed: list[str]
 
 
 def listed() -> list[PublicProject]:
@@ -107,9 +107,9 @@ def test_a_public_project(
         assert completed.returncode and public.error in printed, printed[-4000:]
         return
     assert completed.returncode == 0, printed[-4000:]
-    said = [match[1] for match in re.finditer(public.says, printed) if match[1].strip()]
-    assert len(said) >= public.times, printed[-4000:]
-    outcomes[public].said.extend(said)
+    printed_values = [match[1] for match in re.finditer(public.says, printed) if match[1].strip()]
+    assert len(printed_values) >= public.times, printed[-4000:]
+    outcomes[public].printed.extend(printed_values)
 
 
 def make_data(public: PublicProject, work: Path, home: Path) -> None:
@@ -150,10 +150,10 @@ def document(outcomes: dict[PublicProject, Outcome]) -> str:
     ]
     for public, outcome in outcomes.items():
         share = f"{int(1000 * outcome.share) / 10:g} % of {outcome.lines:,}"
-        said = f"did not run: {public.reason}"
-        if outcome.said:
-            said = outcome.said[-1].strip().replace("|", "/")[:60]
-        if outcome.said and public.times > 1 and public.says.endswith(r"([\d.]+)"):
-            said = "losses " + ", ".join(outcome.said[:4])
-        lines.append(f"| {public.name} | {public.folder}/{public.script} | {share} | {said} |")
+        result = f"did not run: {public.reason}"
+        if outcome.printed:
+            result = outcome.printed[-1].strip().replace("|", "/")[:60]
+        if outcome.printed and public.times > 1 and public.says.endswith(r"([\d.]+)"):
+            result = "losses " + ", ".join(outcome.printed[:4])
+        lines.append(f"| {public.name} | {public.folder}/{public.script} | {share} | {result} |")
     return HEAD + "\n".join(lines) + "\n"

@@ -152,10 +152,11 @@ PAIRS = [("exercise.py", "solution.py"), ("bert_exercise.py", "bert_solution.py"
 
 @pytest.mark.parametrize(("exercise", "solution"), PAIRS)
 def test_in_depth_the_answers_are_not_printed_above(exercise: str, solution: str) -> None:
-    given, answer = text_of(IN_DEPTH, exercise), text_of(IN_DEPTH, solution)
-    numbers = [int(number) for number, _ in TODO.findall(given)]
+    unfilled = text_of(IN_DEPTH, exercise)
+    answer = text_of(IN_DEPTH, solution)
+    numbers = [int(number) for number, _ in TODO.findall(unfilled)]
     assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) >= 3
-    assert syntax(filled_with(given, answer)) == syntax(answer)
+    assert syntax(filled_with(unfilled, answer)) == syntax(answer)
     readme = text_of(IN_DEPTH, "README.md")
     assert "```python" not in readme
     for _, body in REGION.findall(answer):
@@ -164,10 +165,10 @@ def test_in_depth_the_answers_are_not_printed_above(exercise: str, solution: str
 
 @pytest.mark.parametrize("number", range(1, 7))
 def test_in_depth_asks_for_what_is_missing(number: int, run: Run) -> None:
-    given, answer = (text_of(IN_DEPTH, name) for name in PAIRS[0])
-    given = given.replace("range(12)", "range(1)")
+    unfilled, answer = (text_of(IN_DEPTH, name) for name in PAIRS[0])
+    unfilled = unfilled.replace("range(12)", "range(1)")
     with pytest.raises(NotImplementedError, match=f"^TODO {number}: "):
-        run(IN_DEPTH, "exercise.py", text=filled_with(given, answer, but=number))
+        run(IN_DEPTH, "exercise.py", text=filled_with(unfilled, answer, but=number))
 
 
 def test_in_depth_learns(run: Run) -> None:

@@ -140,10 +140,10 @@ def _show(reports: "dict[Path, CheckReport]", report: "CheckReport", script: str
     columns = ["line", "", "name", "how it is handled", "source"]
     if len(reports) > 1:
         kinds = ("as is", "emulated", "ignored", "fails")
-        counts = [[each.count(kind) for kind in kinds] for each in reports.values()]
+        counts = [[of_file.count(kind) for kind in kinds] for of_file in reports.values()]
         rows = [
-            [file, each.lines, *numbers]
-            for (file, each), numbers in zip(reports.items(), counts, strict=True)
+            [file, of_file.lines, *numbers]
+            for (file, of_file), numbers in zip(reports.items(), counts, strict=True)
         ]
         table(script, ["file", "lines", *kinds], rows)
         findings = tuple(finding for finding in findings if finding.kind == "fails")

@@ -95,9 +95,9 @@ def input_scale(weight: str) -> str:
 def _input_scale(weight: str, scale: Tensor) -> float:
     is_number = scale.numel() == 1 and scale.is_floating_point()
     if not is_number or not 0 < float(scale) < math.inf:
-        found = float(scale) if is_number else f"{list(scale.shape)} of {scale.dtype}"
+        value = float(scale) if is_number else f"{list(scale.shape)} of {scale.dtype}"
         raise CheckpointError(
-            f"{input_scale(weight)} holds {found}; one finite number above 0 is read"
+            f"{input_scale(weight)} holds {value}; one finite number above 0 is read"
         )
     return float(scale)
 

@@ -867,7 +867,7 @@ def mine(
     texts = [str(record.text) for record in read_texts(corpus)] if corpus else []
     encoder = load(ALIASES.get(model, model), device=device)
     teacher = open_teacher(ALIASES.get(reranker, reranker), device) if reranker else None
-    written = left_out = found = 0
+    written = left_out = mined = 0
     with stage_progress("mine") as report, new_file(out) as file:
         groups = mine(encoder, positives, texts, options, teacher, report)
         for group in groups:
@@ -882,12 +882,12 @@ def mine(
             for row in rows:
                 file.write(dumps(row, ensure_ascii=False).encode() + b"\n")
             written += len(rows)
-            found += size
+            mined += size
         if not written:
             raise InputError(
                 f"no anchor of {pairs} has enough negatives; lower the margins, or add texts with "
                 "--corpus"
             )
-    counts = {"anchors": len(positives), "rows": written, "left_out": left_out, "negatives": found}
+    counts = {"anchors": len(positives), "rows": written, "left_out": left_out, "negatives": mined}
     table(f"{out}: mined with {encoder.name}", ["", "count"], [list(x) for x in counts.items()])
     emit({"out": str(out), **counts}, json)

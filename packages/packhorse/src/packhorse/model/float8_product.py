@@ -71,8 +71,8 @@ def product(
     processors = _multiprocessors(x.device)
     if tiling is None:
         tiling = LARGE if _tiles(LARGE, tokens, outputs) > processors else SMALL
-    rows, columns, depth, warps, stages, group, flatten, each = tiling
-    programs = min(processors * each, _tiles(tiling, tokens, outputs))
+    rows, columns, depth, warps, stages, group, flatten, programs = tiling
+    programs = min(processors * programs, _tiles(tiling, tokens, outputs))
     kernel: Any = _product
     kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [rows, depth]),

@@ -127,13 +127,13 @@ def add_norm_gradient(
         )
     mean, spread = moments[..., None]
     normal = (_wide(x) + dropped(_wide(branch), seed, rate) - mean) * spread
-    given = _wide(grad) + (0 if second is None else _wide(second))
-    scaled = given * _wide(weight)
+    incoming = _wide(grad) + (0 if second is None else _wide(second))
+    scaled = incoming * _wide(weight)
     centered = scaled - scaled.mean(1, keepdim=True)
     out = (centered - normal * (scaled * normal).mean(1, keepdim=True)) * spread
     branch_out = dropped(out, seed, rate)
     small = to_float8(branch_out) if float8 else _nothing(x)
-    sums = torch.stack(((given * normal).sum(0), given.sum(0), branch_out.sum(0)))
+    sums = torch.stack(((incoming * normal).sum(0), incoming.sum(0), branch_out.sum(0)))
     branch_grad = branch_out.to(x.dtype) if rate else _no_rows(x)
     return out.to(x.dtype), branch_grad, *small, sums
 

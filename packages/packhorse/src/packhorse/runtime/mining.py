@@ -114,14 +114,14 @@ def mine(
         if options.sampling == "random" and len(usable) > options.negatives:
             usable = np.sort(random.choice(usable, options.negatives, replace=False))
         chosen = usable[: options.negatives]
-        found: list[int] = order[chosen].tolist()
+        negatives: list[int] = order[chosen].tolist()
         truths: list[float] = truth.tolist()
         judged_scores: list[float] = scores[chosen].tolist()
         progress("choosing negatives", row + 1, len(anchors))
         yield MinedGroup(
             anchor,
             tuple(positives[anchor]),
-            tuple(candidates[i] for i in found),
+            tuple(candidates[i] for i in negatives),
             tuple(truths),
             tuple(judged_scores),
         )
@@ -147,10 +147,10 @@ def _nearest(
         for row, scores in enumerate(queries[begin : begin + step] @ vectors.T, begin):  # [N]
             scores[list(taken[row])] = -np.inf
             keep = min(depth, len(scores) - len(taken[row]))
-            found = np.argpartition(-scores, keep - 1)[:keep] if keep else np.arange(0)
+            nearest = np.argpartition(-scores, keep - 1)[:keep] if keep else np.arange(0)
             # Of equal scores the earlier candidate comes first, wherever it was partitioned to.
-            found = found[np.lexsort((found, -scores[found]))]
-            yield found, scores[found]
+            nearest = nearest[np.lexsort((nearest, -scores[nearest]))]
+            yield nearest, scores[nearest]
 
 
 def _unit(

@@ -87,7 +87,7 @@ def adapt(model: Model, family: Family, options: LoraOptions, seed: int) -> int:
     table = names.table(family)
     generator = torch.Generator().manual_seed(seed)
     known: list[str] = []
-    found = 0
+    count = 0
     linears = [(n, m) for n, m in model.bert.named_modules() if type(m) is nn.Linear]
     for name, linear in linears:
         foreign = names.sources(f"bert.{name}.weight", table)
@@ -103,14 +103,14 @@ def adapt(model: Model, family: Family, options: LoraOptions, seed: int) -> int:
             a.data.uniform_(-bound, bound, generator=generator)
         parent, _, own = name.rpartition(".")
         setattr(model.bert.get_submodule(parent), own, adapted)
-        found += len(adapted.parts)
-    if not found:
+        count += len(adapted.parts)
+    if not count:
         ends = sorted({name.rpartition(".")[2] for name in known})
         raise InputError(
             f"lora_modules {', '.join(options.modules)} are none of this model; its linear layers "
             f"end in {', '.join(ends)}"
         )
-    return found
+    return count
 
 
 def _matches(name: str, ends: Sequence[str]) -> bool:
@@ -126,16 +126,16 @@ def is_adapted(model: nn.Module) -> bool:
 def tensors(model: nn.Module, masters: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The adapter under PEFT's names; `masters` are the optimizer's fp32 weights by ours."""
     masters = masters or {}
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         if not isinstance(module, AdaptedLinear):
             continue
         for number, part in enumerate(module.parts):
-            for ours, theirs in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
-                own: Tensor = getattr(module, ours)[number]
-                value = masters.get(f"{name}.{ours}.{number}.master", own)
-                found[f"{adapters.PREFIX}{part}.{theirs}.weight"] = value.detach().cpu()
-    return found
+            for matrix, name_in_peft in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
+                own: Tensor = getattr(module, matrix)[number]
+                value = masters.get(f"{name}.{matrix}.{number}.master", own)
+                weights[f"{adapters.PREFIX}{part}.{name_in_peft}.weight"] = value.detach().cpu()
+    return weights
 
 
 def write(
@@ -182,9 +182,9 @@ def read(folder: Path, model: Model) -> dict[str, Tensor]:
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLinear):
             for number, part in enumerate(module.parts):
-                for ours, theirs in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
-                    tensor = stored[f"{adapters.PREFIX}{part}.{theirs}.weight"]
-                    key = f"{name}.{ours}.{number}"
+                for matrix, name_in_peft in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
+                    tensor = stored[f"{adapters.PREFIX}{part}.{name_in_peft}.weight"]
+                    key = f"{name}.{matrix}.{number}"
                     if tensor.shape != state[key].shape:
                         raise CheckpointError(
                             f"{folder}: {part} has rank {min(tensor.shape)}, not "

@@ -78,8 +78,8 @@ def read_groups(
     chosen: list[_GroupColumns] = []
 
     def choose(available: Sequence[str], place: str) -> list[str]:
-        found = _columns(available, columns, scored, place)
-        return [found.anchor, found.positive, *found.negatives, *found.scores]
+        group = _columns(available, columns, scored, place)
+        return [group.anchor, group.positive, *group.negatives, *group.scores]
 
     rows: list[_RowGroup] = []
     for row in read_rows(source, choose, name=name):
@@ -175,17 +175,17 @@ def _group(row: _RowGroup, size: int, scored: bool) -> TextGroup:
             "`packhorse data mine`, or remove the row"
         )
     texts = (row.anchor, row.positive, *islice(cycle(row.negatives), size))
-    given = len(row.negatives)
-    unused = max(0, given - size)
+    available = len(row.negatives)
+    unused = max(0, available - size)
     if not scored:
         return TextGroup(texts, unused=unused)
-    if len(row.scores) not in (given, given + 1):
+    if len(row.scores) not in (available, available + 1):
         raise InputError(
-            f"{row.place}: {len(row.scores)} scores for a positive and {given} negatives; give one "
-            "for each, or one margin per negative"
+            f"{row.place}: {len(row.scores)} scores for a positive and {available} negatives; give "
+            "one for each, or one margin per negative"
         )
-    head = row.scores[: len(row.scores) - given]
-    tail = row.scores[len(row.scores) - given :]
+    head = row.scores[: len(row.scores) - available]
+    tail = row.scores[len(row.scores) - available :]
     return TextGroup(texts, (*head, *islice(cycle(tail), size)), unused)
 
 
