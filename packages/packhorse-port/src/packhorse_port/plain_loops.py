@@ -52,9 +52,10 @@ class ExecutorLoop:
         values: list[ast.expr] = [*call.args, *(word.value for word in call.keywords)]
         parts = self.plan.factor("accumulation")
         lines: list[str] = []
-        depth = [0]
+        depth = 0
 
         def begin_loop(count: str, suffix: str) -> None:
+            nonlocal depth
             bases = [
                 value.id.removesuffix("_step") if isinstance(value, ast.Name) else f"input{index}"
                 for index, value in enumerate(values)
@@ -65,10 +66,10 @@ class ExecutorLoop:
             source = chunks[0] if len(chunks) == 1 else f"zip({', '.join(chunks)})"
             values[:] = [ast.Name(f"{base}_{suffix}") for base in bases]
             add(f"for {', '.join(map(ast.unparse, values))} in {source}:")
-            depth[0] += 1
+            depth += 1
 
         def add(line: str) -> None:
-            lines.append("    " * depth[0] + line)
+            lines.append("    " * depth + line)
 
         if count := self.plan.factor("iterations"):
             begin_loop(count, "step")
@@ -83,9 +84,9 @@ class ExecutorLoop:
         mean = bool(parts) and self.plan.mean == "True"
         divisor = parts if parts.isalnum() else f"({parts})"
         add(f"({loss} / {divisor}).backward()" if mean else f"{loss}.backward()")
-        depth[0] -= bool(parts)
+        depth -= bool(parts)
         add(f"{self.optimizer}.step()")
-        depth[0] = 0
+        depth = 0
         for name in names:
             if name != "_":
                 add(f"{name} = {name}.detach().cpu()")

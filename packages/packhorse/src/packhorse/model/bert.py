@@ -83,8 +83,10 @@ class Bert(nn.Module):
         stored = layers or self.layers
         for step, (number, local) in enumerate(zip(self.order, self.local, strict=True)):
             layer = stored[number]
-            is_recomputed = self.recompute and self.training and torch.is_grad_enabled()
-            y = (_recomputed if is_recomputed else _computed)(layer, x, plans[local])
+            if self.recompute and self.training and torch.is_grad_enabled():
+                y = _recomputed(layer, x, plans[local])
+            else:
+                y = layer(x, plans[local])
             mixed = self.convolution if step == 0 else None
             x = y if mixed is None else mixed(x, y, packed)
         return self.norm(x)
@@ -127,10 +129,6 @@ class Bert(nn.Module):
             if isinstance(module, DisentangledSelfAttention):
                 module.fold(table)
         self.folded = True
-
-
-def _computed(layer: Layer, x: Tensor, plan: AttentionPlan) -> Tensor:
-    return layer(x, plan)
 
 
 def _recomputed(layer: Layer, x: Tensor, plan: AttentionPlan) -> Tensor:

@@ -159,10 +159,10 @@ class Embedding:
             scored = self if self.kind in SCORED else Embedding("cosine")
             return {**_correlations(scored, parts), **pairs}
         if self.kind in TAUGHT:  # held-out data have no teacher
-            return {**_found(groups), **pairs}
+            return {**_search_measures(groups), **pairs}
         sums = [self.sums(*part) for part in parts]
         means = {name: sum(float(s[name]) for s in sums) / len(groups) for name in sums[0]}
-        return {**means, **_found(groups), **pairs}
+        return {**means, **_search_measures(groups), **pairs}
 
     def _check(self, vectors: Tensor, targets: Tensor) -> None:
         """Refuse groups, targets and widths that do not fit the loss."""
@@ -308,7 +308,7 @@ def _correlations(objective: Embedding, results: list[tuple[Tensor, Tensor]]) ->
     }
 
 
-def _found(groups: Tensor) -> dict[str, float]:
+def _search_measures(groups: Tensor) -> dict[str, float]:
     """Measures of a search for each anchor's positive among all that is no anchor, by cosine."""
     unit = F.normalize(groups.float(), dim=-1)
     candidates = unit[:, 1:].flatten(0, 1).T  # [E, N (K - 1)]
