@@ -1,9 +1,11 @@
 /* A processor with AVX2 and nothing later, at full speed: for LD_PRELOAD, by the lane `haswell`.
 
-   Linux lets a thread turn its own CPUID instruction off (arch_prctl, ARCH_SET_CPUID); each use is
-   then a SIGSEGV. The handler executes the instruction and clears the features that a Haswell does
-   not have, so that no library, compiler or child process sees them, whatever its own switches are.
-   Not hidden: what the C library chose before this was loaded (memcpy), and XGETBV.
+   On some processors Linux lets a thread turn its own CPUID instruction off (arch_prctl,
+   ARCH_SET_CPUID); each use is then a SIGSEGV. On others programs are copied with a forbidden
+   interrupt in its place (replace_cpuid.py), which is a SIGSEGV too. The handler executes the
+   instruction and clears the features that a Haswell does not have, so that no library, compiler or
+   child process sees them, whatever its own switches are. Not hidden: what the C library chose
+   before this was loaded (memcpy), and XGETBV.
 
    fork and clone inherit the setting; execve clears it, and LD_PRELOAD sets it again. */
 #define _GNU_SOURCE
@@ -60,7 +62,8 @@ static void on_fault(int signal, siginfo_t *info, void *context) {
     greg_t *at = ((ucontext_t *)context)->uc_mcontext.gregs;
     const unsigned char *instruction = (const unsigned char *)at[REG_RIP];
     /* The kernel's own faults have no address, so the instruction can be read only then. */
-    if (info->si_code == SI_KERNEL && instruction[0] == 0x0f && instruction[1] == 0xa2) {
+    if (info->si_code == SI_KERNEL && instruction[1] == 0xa2 &&
+        (instruction[0] == 0x0f || instruction[0] == 0xcd)) { /* CPUID, or int 0xa2 for it */
         registers r = haswell((uint32_t)at[REG_RAX], (uint32_t)at[REG_RCX]);
         at[REG_RAX] = r.a;
         at[REG_RBX] = r.b;

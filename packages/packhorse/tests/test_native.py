@@ -126,7 +126,7 @@ def test_what_is_compiled_for_a_smaller_processor_lies_apart(
     if disassembler := shutil.which("objdump"):
         for library in (cache / "native").iterdir():
             listing = subprocess.run([disassembler, "-d", library], capture_output=True, text=True)
-            assert "ymm" in listing.stdout or "zmm" in listing.stdout
+            assert "vaddps" in listing.stdout  # of 128 bits where those are faster, as on Zen 1
         monkeypatch.setattr(native, "features", lambda: smaller)
         listing = subprocess.run(
             [disassembler, "-d", native._compiled_library(source, ())],
