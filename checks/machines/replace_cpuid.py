@@ -2,7 +2,7 @@
 
 For processors where Linux cannot turn CPUID off; haswell.c answers the fault in both cases. `int
 0xa2` (CD A2), an interrupt that programs may not raise, takes the place of CPUID (0F A2). A
-disassembler says which of these pairs of bytes are instructions; others are parts of numbers and stay.
+disassembler says which of these pairs of bytes are instructions; the others stay as they are.
 """
 
 from __future__ import annotations
