@@ -59,6 +59,9 @@ SOURCES = $(wildcard packages/*/pyproject.toml) constraints.txt $(wildcard locks
 PORT = -e packages/packhorse-port
 BENCH = -e packages/packhorse-bench
 
+# Compiled modules are kept: hundreds of tests start programs, and pytest rewrites each test file.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test coverage check-newest check wheel docs test-slow test-models test-machines test-outside fuzz peers lock clean
 

@@ -78,6 +78,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_command_opens_a_socket_to_the_outside(
     hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("py3langid", reason="no py3langid: pip install 'packhorse[clean]'")
     cache = tmp_path / "cache"
     monkeypatch.setenv("PACKHORSE_CACHE", str(cache))
     snapshot = hub / "hub" / "models--someone--tiny" / "snapshots" / COMMIT

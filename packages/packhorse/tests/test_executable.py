@@ -147,6 +147,7 @@ def test_a_graph_that_is_dropped_has_ended(monkeypatch) -> None:
     assert len(graphs.recorded) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(executable.why_uncompiled() != "", reason="nothing can be compiled here")
 def test_a_bucket_runs_while_another_thread_compiles(
     rng, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

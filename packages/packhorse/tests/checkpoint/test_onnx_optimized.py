@@ -288,8 +288,9 @@ def test_dynamically_quantized_after_fusion(fused: bool, plain: Path, tmp_path: 
             step = 2 * want[name].abs().max() / 254  # of eight bits around zero
             assert (tensor - want[name]).abs().max() <= 1.01 * step, name
     hidden, packed = theirs(path, (9, 4))
-    # Activations are whole numbers there, floats here.
-    assert_close(ours(path, packed), hidden, atol=0.05, rtol=0)
+    # Activations are whole numbers there, floats here: 0.05. Without VNNI it also cuts sums of two
+    # products off at 16 bits ("saturation" in its documents): 0.076.
+    assert_close(ours(path, packed), hidden, atol=0.1, rtol=0)
     other = {name: tensor.roll(1, 0) for name, tensor in want.items()}
     assert any((tensors[name] - other[name]).abs().max() > 0.1 for name in want)
 

@@ -626,6 +626,7 @@ def test_memory_stays_flat(tiny: Tiny, tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] < 12, f"MB at the peak: {peaks}; all rows at once take over 30"
 
 
+@pytest.mark.slow
 def test_piped_text_is_read_however_long_it_takes(tiny: Tiny) -> None:
     command = [sys.executable, "-m", "packhorse", "run", "-m", str(tiny("embed")), "--json"]
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

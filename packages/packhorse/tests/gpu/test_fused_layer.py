@@ -54,7 +54,7 @@ def in_half(layer: BertLayer, small: bool) -> BertLayer:
 
 def learned(layer: BertLayer, x: Tensor, gradient: Tensor, packed: Packed) -> list[Tensor]:
     """What a layer makes of x, and all gradients."""
-    held = x.to(next(layer.parameters()).dtype).requires_grad_()
+    held = x.to(next(layer.parameters()).dtype, copy=True).requires_grad_()  # gradients add up
     kernel = layer.attention.kernel
     out = layer(held, kernel.plan(packed))  # pyright: ignore[reportAttributeAccessIssue]
     out.backward(gradient.to(out.dtype))

@@ -124,6 +124,7 @@ def test_there_and_back(kind: str, folders: dict[str, Path], theirs: dict[str, n
 def test_accelerated(
     kind: str, st: ModuleType, folders: dict[str, Path], theirs: dict[str, np.ndarray]
 ) -> None:
+    pytest.importorskip("sentence_transformers", minversion="6.2")
     model = getattr(st, kind)(str(folders[kind]), device="cuda")
     packhorse.accelerate(model)
     assert far(computed(model), theirs[kind]) <= LIMITS[torch.float32]

@@ -215,6 +215,7 @@ def test_repr_says_how_it_runs(encoder: Encoder) -> None:
     assert "cpu (" in repr(encoder) and "fp32" in repr(encoder) and encoder.kernel in repr(encoder)
 
 
+@pytest.mark.slow
 def test_sts_benchmark(shared_data: Path, encoder: Encoder) -> None:
     """The published quality of the model survives: Spearman 0.867 on STS-B dev."""
     import csv

@@ -117,14 +117,18 @@ def hold(served: Any, kind: str, longest: Callable[[], float]) -> float:
     return min(rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BODIES)
 def test_a_large_body_does_not_hold_up_the_loop(serving, longest, kind: str) -> None:
     assert hold(serving(), kind, longest) <= ALLOWED
 
 
+@pytest.mark.slow
 def test_an_answer_written_on_the_loop_would_be_noticed(serving, longest, monkeypatch) -> None:
     """The control."""
     monkeypatch.setattr(calls, "MAX_INLINE_VALUES", 1 << 40)
+    longer = ("/embed_all", body(inputs=TEXTS[:1600]), 200)
+    monkeypatch.setitem(BODIES, "a vector per token", longer)
     assert hold(serving(), "a vector per token", longest) > ALLOWED
 
 

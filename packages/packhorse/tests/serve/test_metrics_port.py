@@ -134,6 +134,7 @@ def _is_healthy(operated: Operated) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="fronts need memfd")
 def test_the_port_answers_while_fronts_are_stopped_and_dead(fronts) -> None:
     before = children(fronts.process.popen.pid)["front"]

@@ -411,16 +411,12 @@ def test_a_copied_command_does_what_the_form_does(visit, name) -> None:
     page = visit(permissions=["clipboard-read", "clipboard-write"])
     place = panel(page, name)
     fill_in(place, name)
-    bodies: list[Any] = []
-    answers: list[Any] = []
-
-    def remember(response: Any) -> None:
-        if response.request.method == "POST":
-            bodies.append(response.request.post_data_json)
-            answers.append(response.json())
-
-    page.on("response", remember)
+    responses: list[Any] = []
+    page.on("response", responses.append)  # and asked when the page has its answer
     run(page, name)
+    responses = [each for each in responses if each.request.method == "POST"]
+    bodies = [each.request.post_data_json for each in responses]
+    answers = [each.json() for each in responses]
     assert answers and HOSTILE[-8:] in json.dumps(bodies)
     if name == "fill":  # a click on a word sent the form before
         answers = answers[-1:]

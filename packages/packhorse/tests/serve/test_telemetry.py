@@ -220,6 +220,7 @@ def alone(start) -> dict[str, Any]:
     return {"away": away, "other": other, "off": off}
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_away_is_told_once_and_fails_nothing(alone) -> None:
     server = alone["away"].wait_until_ready()
     with httpx.Client(base_url=server.url, timeout=60) as client:

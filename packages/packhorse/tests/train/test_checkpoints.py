@@ -398,7 +398,8 @@ def program(folder: Path, jobs: list[Any], *more: str) -> dict[str, Any]:
         library, source = folder / "faults.so", Path(__file__).with_name("disk_faults.c")
         command = [compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"]
         subprocess.run(command, check=True)
-        environment["LD_PRELOAD"] = str(library)
+        others = os.environ.get("LD_PRELOAD", "")
+        environment["LD_PRELOAD"] = f"{library} {others}".strip()
     arguments = [folder, json.dumps(jobs if compiler else []), *more]
     command = [sys.executable, tiny_run.__file__, *map(str, arguments)]
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)

@@ -111,6 +111,7 @@ def test_stopped_again_and_again_it_ends_with_the_same_logs(plan: Make, steps: i
         assert actual.seconds >= actual.paused - 0.1
 
 
+@pytest.mark.slow
 def test_a_crash_behind_an_evaluation_takes_it_back(plan: Make) -> None:
     """The log is written before the checkpoint: a crash between them leaves it ahead."""
     (whole,) = carry_out(plan(1))

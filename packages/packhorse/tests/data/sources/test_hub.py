@@ -168,6 +168,7 @@ def test_a_dataset_is_read_where_it_lies(hub: DatasetHub) -> None:
     assert json.loads(lines.stdout)["texts"] == TEXTS[:100], lines.stderr
 
 
+@pytest.mark.slow
 def test_a_corpus_of_it_is_resumed(hub: DatasetHub, tmp_path: Path) -> None:
     """Two workers read ranges; the same command finds nothing to do, another commit differs."""
     from .. import corpora

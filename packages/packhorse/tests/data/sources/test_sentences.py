@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
-import nupunkt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from packhorse.data.sources.documents import LONGEST_WORD, split_sentences
+
+nupunkt = pytest.importorskip("nupunkt", reason="no nupunkt: pip install 'packhorse[data]'")
 
 GOLD = [
     ["Dr. Smith arrived at 5 p.m. on Monday.", "He left at once."],
