@@ -155,6 +155,7 @@ def test_a_kernel_that_does_not_know_distances_is_refused(made: Any) -> None:
     assert packhorse.load(folder, device="cpu", kernel="repack").kernel == "repack"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_buckets(family: str, made: Any, transformers: ModuleType) -> None:
     if reason := executable.why_uncompiled():

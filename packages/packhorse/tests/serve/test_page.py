@@ -412,7 +412,8 @@ def test_a_copied_command_does_what_the_form_does(visit, name) -> None:
     place = panel(page, name)
     fill_in(place, name)
     responses: list[Any] = []
-    page.on("response", responses.append)  # and asked when the page has its answer
+    # Kept, and asked when the page has its answer.
+    page.on("response", lambda response: responses.append(response))
     run(page, name)
     responses = [each for each in responses if each.request.method == "POST"]
     bodies = [each.request.post_data_json for each in responses]

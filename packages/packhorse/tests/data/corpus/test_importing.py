@@ -231,7 +231,7 @@ importing.import_records(importing.ImportOptions(tuple(map(Path, sources)), Path
 """
 
 
-@pytest.mark.parametrize("files_done", [1, 2])
+@pytest.mark.parametrize("files_done", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_after_a_kill_it_goes_on(
     files: dict, config, tmp_path: Path, files_done: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
