@@ -167,7 +167,8 @@ def write_texts(home: Path) -> None:
     (home / "sample_text.txt").write_text("\n\n".join(documents) + "\n")
     for name in ("texts.txt", "input.txt"):
         (home / name).write_text("\n".join(sentences[:5]) + "\n")
-    lines = (json.dumps({"text": sentence}) for sentence in sentences)
+    endings = ("", " It rains.")  # `quantize` wants twenty texts that differ
+    lines = (json.dumps({"text": sentence + end}) for sentence in sentences for end in endings)
     (home / "texts.jsonl").write_text("\n".join(lines) + "\n")
     reviews = ["review;stars", *(f"Caf\u00e9: {sentence};5" for sentence in sentences)]
     (home / "reviews.csv").write_text("\n".join(reviews) + "\n", "cp1252")

@@ -61,7 +61,7 @@ def test_too_few_texts_are_refused(source, tmp_path, capsys) -> None:
     path = tmp_path / "few.txt"
     path.write_text("one\ntwo\n")
     assert main(["quantize", str(source), str(tmp_path / "x"), "--calibrate", str(path)]) == 2
-    assert "2 texts say nothing about the nearest 10" in capsys.readouterr().err
+    assert "2 texts do not show whether the nearest 10 stay the same" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 

@@ -44,7 +44,8 @@ def compare(vectors: np.ndarray, exact: np.ndarray) -> QualityReport:
     """Compare [N, E] vectors with those of the same texts in fp32; every text is also a query."""
     if len(vectors) < 2 * NEAREST:
         raise InputError(
-            f"{len(vectors)} texts say nothing about the nearest {NEAREST}; pass more that differ"
+            f"{len(vectors)} texts do not show whether the nearest {NEAREST} stay the same; pass "
+            f"{2 * NEAREST} or more that differ"
         )
     a, b = _unit(vectors), _unit(exact)
     cosines = (a * b).sum(1)
