@@ -22,6 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # Why a block is not run from the wheel.
 NEEDS = {
     "clone": "runs in a clone of the repository",
+    "data": "needs a task's own data",
     "docker": "runs Docker",
     "gpu": "needs a GPU and hours",
     "internet": "downloads from the internet",
