@@ -9,13 +9,13 @@ from pathlib import Path
 import packhorse.data
 
 HOME = Path(packhorse.data.__file__).parent
-TOLD = re.search(r"^`(.* > .*)`$", packhorse.data.__doc__ or "", re.M)
+LEVELS = re.search(r"^`(.* > .*)`$", packhorse.data.__doc__ or "", re.M)
 
 
 def levels() -> dict[str, int]:
     """Each room by its level, the highest first."""
-    assert TOLD is not None
-    rooms = [level.split(" | ") for level in TOLD[1].split(" > ")]
+    assert LEVELS is not None
+    rooms = [level.split(" | ") for level in LEVELS[1].split(" > ")]
     return {room: level for level, names in enumerate(rooms) for room in names}
 
 

@@ -338,10 +338,10 @@ NOT_HERE = {
 }
 
 
-def test_arguments_without_meaning_are_told_once(
+def test_arguments_without_meaning_are_logged_once(
     folders: dict[str, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arguments, "TOLD", set())
+    monkeypatch.setattr(arguments, "LOGGED", set())
     options: dict[str, Any] = {
         "backend": "onnx",
         "model_kwargs": {"attn_implementation": "sdpa", "torch_dtype": "float32"},

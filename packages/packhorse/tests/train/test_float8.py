@@ -25,7 +25,7 @@ from packhorse.train.step import train_step
 from packhorse_bench.curves_plot import endings, read
 
 Make = Callable[..., Any]
-TOLD = {"steps": 24, "optimizer": "adamw", "learning_rate": 0.005, "eval_every": 24}
+SETTINGS = {"steps": 24, "optimizer": "adamw", "learning_rate": 0.005, "eval_every": 24}
 
 
 def test_a_machine_without_it_says_what_to_choose(settings: Make, tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def products(job: TrainingJob) -> int:
 def test_it_learns_as_bf16_does_and_goes_on_to_the_bit(
     settings: Make, float8_anywhere: None, tmp_path: Path
 ) -> None:
-    half, small = (settings(**TOLD, precision=name) for name in ("bf16", "float8"))
+    half, small = (settings(**SETTINGS, precision=name) for name in ("bf16", "float8"))
     job = assemble(small)
     assert products(job) == 8 and not [note for note in job.notes if "float8" in note]
     outcomes = {
@@ -71,7 +71,7 @@ def test_it_learns_as_bf16_does_and_goes_on_to_the_bit(
 def test_on_a_gpu_it_learns_as_bf16_does_and_waits_for_nothing(
     settings: Make, compiled: str, tmp_path: Path
 ) -> None:
-    there = {**TOLD, "device": "cuda", "compile": compiled, "next_sentence": False}
+    there = {**SETTINGS, "device": "cuda", "compile": compiled, "next_sentence": False}
     for name in ("bf16", "float8"):
         train(assemble(settings(**there, precision=name)), tmp_path / name)
     _, ending = endings({name: read(tmp_path / name) for name in ("bf16", "float8")})

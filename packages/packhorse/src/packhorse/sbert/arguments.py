@@ -22,13 +22,13 @@ from packhorse.sbert.acceleration import accelerate
 logger = logging.getLogger(__name__)
 
 DTYPES = ("dtype", "torch_dtype")
-TOLD: set[str] = set()  # of which arguments this process was told
+LOGGED: set[str] = set()  # names of the arguments that are in the log
 
 
-def tell_ignored(name: str, reason: str) -> None:
+def log_ignored(name: str, reason: str) -> None:
     """Log, once per process, that an argument is ignored."""
-    if name not in TOLD:
-        TOLD.add(name)
+    if name not in LOGGED:
+        LOGGED.add(name)
         logger.warning("%s is ignored: %s", name, reason)
 
 
@@ -94,7 +94,7 @@ def dtype_of(options: Mapping[str, Any], folder_dtype: Any, device: torch.device
     return devices.parse_dtype(getattr(torch, name, name))
 
 
-def tell_ignored_options(
+def log_ignored_options(
     backend: str,
     model_kwargs: Mapping[str, Any],
     processor_kwargs: Mapping[str, Any],
@@ -104,9 +104,9 @@ def tell_ignored_options(
 ) -> None:
     """Log each option that belongs to transformers and has no effect here."""
     if backend != "torch":
-        tell_ignored(f"backend={backend!r}", "Packhorse runs the model itself")
+        log_ignored(f"backend={backend!r}", "Packhorse runs the model itself")
     if trust_remote_code:
-        tell_ignored("trust_remote_code", "no code from a model's folder ever runs")
+        log_ignored("trust_remote_code", "no code from a model's folder ever runs")
     for group, options, known in (
         ("model_kwargs", model_kwargs, DTYPES),
         ("processor_kwargs", processor_kwargs, processor_known),
@@ -114,7 +114,7 @@ def tell_ignored_options(
     ):
         for name in options:
             if name not in known:
-                tell_ignored(f"{group}[{name!r}]", "it is an option of transformers")
+                log_ignored(f"{group}[{name!r}]", "it is an option of transformers")
 
 
 def rename_argument(old_name: str, old_value: Any, name: str, value: Any) -> Any:

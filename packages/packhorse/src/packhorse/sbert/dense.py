@@ -38,8 +38,8 @@ class SentenceTransformer(PackedModel):
     """A model that makes a vector of each text, computed packed, without sentence-transformers.
 
     The arguments are those of the class of this name there; those that mean nothing here are
-    accepted and told once. To make a model of `modules=`, or to train one, take that library's
-    class and `packhorse.accelerate`.
+    accepted, and logged once as ignored. To make a model of `modules=`, or to train one, take that
+    library's class and `packhorse.accelerate`.
     """
 
     model_type: ClassVar[str] = "SentenceTransformer"

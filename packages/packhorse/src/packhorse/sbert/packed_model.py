@@ -79,7 +79,7 @@ class PackedModel(ABC):
     ) -> None:
         options = model_kwargs or {}
         processor = processor_kwargs or {}
-        arguments.tell_ignored_options(
+        arguments.log_ignored_options(
             backend,
             options,
             processor,
@@ -491,7 +491,7 @@ class PackedModel(ABC):
         if the folder has none; the last two arguments have no effect.
         """
         if not safe_serialization:
-            arguments.tell_ignored("safe_serialization", "weights are written as safetensors")
+            arguments.log_ignored("safe_serialization", "weights are written as safetensors")
         if path is None:
             raise InputError("no folder was named")
         saving.save(

@@ -23,7 +23,7 @@ from packhorse.errors import InputError
 from packhorse.json_types import is_object
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.sentences import progress_bar
-from packhorse.sbert.arguments import rename_argument, tell_ignored
+from packhorse.sbert.arguments import log_ignored, rename_argument
 from packhorse.sbert.model_parts import ModelPart
 from packhorse.sbert.packed_model import PackedModel, as_list
 from packhorse.tokens.chat_template import ChatTemplate
@@ -78,13 +78,13 @@ class CrossEncoder(PackedModel):
         **older: Any,
     ) -> None:
         self._wanted_labels = num_labels
-        model_name_or_path = _older(older, "model_name", model_name_or_path)
-        cache_folder = _older(older, "cache_dir", cache_folder)
-        model_kwargs = _older(older, "automodel_args", model_kwargs)
-        config_kwargs = _older(older, "config_args", config_kwargs)
-        processor_kwargs = _older(older, "tokenizer_args", processor_kwargs)
-        processor_kwargs = _older(older, "tokenizer_kwargs", processor_kwargs)
-        activation_fn = _older(older, "default_activation_function", activation_fn)
+        model_name_or_path = _former_argument(older, "model_name", model_name_or_path)
+        cache_folder = _former_argument(older, "cache_dir", cache_folder)
+        model_kwargs = _former_argument(older, "automodel_args", model_kwargs)
+        config_kwargs = _former_argument(older, "config_args", config_kwargs)
+        processor_kwargs = _former_argument(older, "tokenizer_args", processor_kwargs)
+        processor_kwargs = _former_argument(older, "tokenizer_kwargs", processor_kwargs)
+        activation_fn = _former_argument(older, "default_activation_function", activation_fn)
         dropout = older.pop("classifier_dropout", None)
         if dropout is not None:
             logger.warning(
@@ -94,7 +94,7 @@ class CrossEncoder(PackedModel):
         if older:
             raise TypeError(f"CrossEncoder takes no argument {', '.join(older)}")
         if keep_in_fp32_modules:
-            tell_ignored("keep_in_fp32_modules", "a model computes in one number format here")
+            log_ignored("keep_in_fp32_modules", "a model computes in one number format here")
         self.chat_template: Any = (processor_kwargs or {}).get("chat_template")
         self.processing_kwargs: dict[str, Any] = {}  # of every call, as `chat_template` for options
         super().__init__(
@@ -216,7 +216,7 @@ class CrossEncoder(PackedModel):
             "activation_fct", activation_fct, "activation_fn", activation_fn
         )
         if num_workers is not None:
-            tell_ignored("num_workers", "texts are tokenized by all cores")
+            log_ignored("num_workers", "texts are tokenized by all cores")
         self._check_call(batch_size, kwargs)
         single = self.is_singular_input(inputs)
         pairs = as_list(inputs)
@@ -259,7 +259,7 @@ class CrossEncoder(PackedModel):
             )
         for name in ("convert_to_numpy", "convert_to_tensor", "apply_softmax", "num_workers"):
             if kwargs.pop(name, None) is not None:
-                tell_ignored(name, "the scores of rank() are floats")
+                log_ignored(name, "the scores of rank() are floats")
         scores = self.predict(
             [(query, document) for document in documents],
             prompt_name=prompt_name,
@@ -360,6 +360,6 @@ class Processor:
         self._model.chat_template = template
 
 
-def _older(options: dict[str, Any], name: str, value: Any) -> Any:
+def _former_argument(options: dict[str, Any], name: str, value: Any) -> Any:
     """Take an argument under its older name out of the options."""
     return rename_argument(name, options.pop(name, None), OLDER_NAMES[name], value)

@@ -32,7 +32,8 @@ class SparseEncoder(PackedModel):
     """A model that weighs the words of a text, computed packed, without sentence-transformers.
 
     The arguments are those of the class of this name there; those that mean nothing here are
-    accepted and told once. To train one, take that library's class and `packhorse.accelerate`.
+    accepted, and logged once as ignored. To train one, take that library's class and
+    `packhorse.accelerate`.
     """
 
     model_type: ClassVar[str] = "SparseEncoder"
