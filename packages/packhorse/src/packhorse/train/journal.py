@@ -1,4 +1,4 @@
-"""The logs of a run: a line of JSON per step and evaluation, and TensorBoard's events.
+"""The logs of a run: a line of JSON per step and evaluation, which trackers get as well.
 
 `log.jsonl` holds only what the run computes. A run that was interrupted anywhere and resumed leaves
 the same file, byte for byte, as one that was not: what lies beyond a checkpoint's position is cut
@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from packhorse.data.output import to_plain
-from packhorse.errors import InputError, MissingExtra, PackhorseError
+from packhorse.errors import InputError, PackhorseError
 from packhorse.train import cost
+from packhorse.train.trackers import TensorBoard, Tracker, WeightsAndBiases
 
 LOG = "log.jsonl"
 SPEED = "speed.jsonl"
-EVENTS = "tensorboard"
 ACCURACIES = ("mlm_accuracy", "accuracy")  # the first that a task has is displayed
 
 
@@ -159,12 +159,20 @@ class SpeedMeter:
 class Journal:
     """The log files of a run, open for appending; with `None`, a rank that writes nothing."""
 
-    def __init__(self, folder: Path | None, position: int = 0, tensorboard: bool = False) -> None:
-        """Continue the log at `position`; TensorBoard is told to drop the steps after it."""
+    def __init__(
+        self,
+        folder: Path | None,
+        position: int = 0,
+        *,
+        tensorboard: bool = False,
+        wandb: str = "",
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Continue the log at `position`; `wandb` is a project, which is shown the settings."""
         self._folder = folder
         self._log: FileIO | None = None
         self._speed: FileIO | None = None
-        self._events: Any = None
+        self._trackers: list[Tracker] = []
         if folder is None:
             return
         try:
@@ -174,22 +182,24 @@ class Journal:
         except OSError as error:
             raise InputError(f"{folder} cannot be written: {error.strerror or error}") from error
         if tensorboard:
-            self._events = _writer(folder / EVENTS, _last_step(folder / LOG, position) + 1)
+            self._trackers.append(TensorBoard(folder, _last_step(folder / LOG, position) + 1))
+        if wandb:
+            self._trackers.append(WeightsAndBiases(wandb, folder, settings or {}))
 
     def step(self, number: int, figures: Mapping[str, Any]) -> None:
         """Log a step's figures."""
         self._write(self._log, {"step": number, **figures})
-        self._add_scalars(number, figures, "train")
+        self._track(number, figures, "train")
 
     def evaluation(self, number: int, sequences: int, measures: Mapping[str, float]) -> None:
         """Log an evaluation after this step."""
         self._write(self._log, {"step": number, "sequences": sequences, "evaluation": measures})
-        self._add_scalars(number, measures, "evaluation")
+        self._track(number, measures, "evaluation")
 
     def speed(self, number: int, figures: Mapping[str, Any]) -> None:
         """Log how fast the steps up to this one were."""
         self._write(self._speed, {"step": number, **figures})
-        self._add_scalars(number, figures, "speed")
+        self._track(number, figures, "speed")
 
     def settle(self) -> int:
         """Sync the log to disk and return its length, for a checkpoint to store."""
@@ -202,8 +212,8 @@ class Journal:
         return self._log.tell()
 
     def close(self) -> None:
-        """Close the files."""
-        for file in (self._log, self._speed, self._events):
+        """Close the files and the trackers."""
+        for file in (self._log, self._speed, *self._trackers):
             if file is not None:
                 file.close()
 
@@ -218,10 +228,10 @@ class Journal:
         except OSError as error:
             self._refuse(error)
 
-    def _add_scalars(self, number: int, figures: Mapping[str, Any], group: str) -> None:
-        if self._events is not None:
-            for name, value in figures.items():
-                self._events.add_scalar(f"{group}/{name}", value, number)
+    def _track(self, number: int, figures: Mapping[str, Any], group: str) -> None:
+        named = {f"{group}/{name}": value for name, value in figures.items()}
+        for tracker in self._trackers:
+            tracker.add(number, named)
 
     def _refuse(self, error: OSError) -> None:
         reason = error.strerror or error
@@ -256,11 +266,3 @@ def _open_at(path: Path, position: int) -> FileIO:
 def _last_step(path: Path, position: int) -> int:
     lines = path.read_bytes()[:position].splitlines()
     return json.loads(lines[-1])["step"] if lines else 0
-
-
-def _writer(folder: Path, first_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingExtra("tensorboard", "train") from error
-    return SummaryWriter(str(folder), purge_step=first_step)

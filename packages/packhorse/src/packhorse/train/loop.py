@@ -59,7 +59,8 @@ SETTINGS = "settings.toml"
 MODEL = "model"  # the folder of the result
 SPEEDS = ("sequences_per_second", "tokens_per_second", "fill", "mfu")
 # Settings that change no figure, so they may differ between two starts without a note.
-LOCAL_SETTINGS = ("out", "device", "log_every", "save_every", "keep", "tensorboard", "push")
+TRACKERS = ("tensorboard", "wandb")
+LOCAL_SETTINGS = ("out", "device", "log_every", "save_every", "keep", "push", *TRACKERS)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 StopSignal = Callable[[], int]  # the signal that asked to stop, or 0
@@ -198,7 +199,14 @@ class _TrainingRun:
         if self.ranks.rank == 0:
             if missing := missing_log(self.out, self.counters.log):
                 notes.append(missing)
-            self.journal = Journal(self.out, self.counters.log, self.job.settings.tensorboard)
+            settings = self.job.settings
+            self.journal = Journal(
+                self.out,
+                self.counters.log,
+                tensorboard=settings.tensorboard,
+                wandb=settings.wandb,
+                settings=asdict(settings),
+            )
             if is_new:
                 self._write_settings()
         return notes

@@ -273,6 +273,7 @@ class TrainSettings:
     save_every: int = setting(500, RUN, "Steps between checkpoints; 0: only at the end.")
     keep: int = setting(2, RUN, "Checkpoints to keep, beside the best.", minimum=1)
     tensorboard: bool = setting(False, RUN, "Write figures for TensorBoard as well.")
+    wandb: str = setting("", RUN, "Send figures to this project of Weights & Biases.")
     eval_every: int = setting(0, RUN, "Steps between evaluations; 0: only at the end.")
     eval_every_sequences: int = setting(0, RUN, "Sequences between evaluations.")
     eval_first: bool = setting(False, RUN, "Evaluate before the first step as well.")
