@@ -12,12 +12,19 @@ from .conftest import Environment
 
 pytestmark = [pytest.mark.wheel, pytest.mark.timeout(1800)]
 # Extras that are for a command of another one.
-BESIDE = {"cluster": "data", "grpc": "serve", "tensorflow": "port"}
+BESIDE = {
+    "clean": "data",
+    "cluster": "data",
+    "grpc": "serve",
+    "otel": "serve",
+    "tensorflow": "port",
+}
 # What fails without the extra (`machines.test_extras`), unless that does not end by itself.
 CALLS = {name: call for name, (_, call) in (EXTRAS | WORKS_WITHOUT).items()}
 CALLS |= {
     "serve": "from packhorse.serve.app import create",
     "grpc": "from packhorse.serve.rpc.server import RpcServer",
+    "otel": "from packhorse.serve.telemetry import Telemetry",
     "all": CALLS["data"],
     "port": 'main(["port", "--check", "script.py"])',
     "bench": 'main(["bench", "packing", "--help"])',

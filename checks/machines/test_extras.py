@@ -18,9 +18,19 @@ pytestmark = [pytest.mark.extra, pytest.mark.slow]
 # The modules that an extra brings, and a command or call that needs one of them.
 EXTRAS: dict[str, tuple[set[str], str]] = {
     "data": ({"pyarrow", "mwparserfromhell", "nupunkt"}, 'main(["waste", "table.parquet"])'),
+    "clean": (
+        {"rensa", "py3langid"},
+        'main(["data", "build", "texts.txt", "clean", "--tokenizer", "model", "--dedup", "near", '
+        '"--report-languages"])',
+    ),
     "train": (
         {"tensorboard", "mlperf_logging"},
-        "from packhorse.train.journal import _writer; _writer(Path('run'), 0)",
+        "from packhorse.train.trackers import TensorBoard; TensorBoard(Path('run'), 0).close()",
+    ),
+    "wandb": (
+        {"wandb"},
+        "import os; os.environ['WANDB_MODE'] = 'offline'; "
+        "from packhorse.train.journal import Journal; Journal(Path('run'), wandb='horses').close()",
     ),
     "serve": (
         {"fastapi", "uvicorn", "orjson", "prometheus_client"},
@@ -30,6 +40,11 @@ EXTRAS: dict[str, tuple[set[str], str]] = {
         {"grpc", "grpc_reflection"},
         'main(["serve", "--model", "model", "--grpc-port", "50051"])',
     ),
+    "otel": (
+        {"opentelemetry.sdk", "opentelemetry.exporter"},  # FastAPI has the rest
+        'main(["serve", "--model", "model", "--otlp-endpoint", "http://127.0.0.1:4318"])',
+    ),
+    "gguf": ({"gguf"}, "from packhorse.checkpoint.gguf import _library; _library() and 0"),
     "onnx": ({"onnx", "onnxruntime"}, 'main(["convert", "model", "out", "--to", "onnx"])'),
     "plots": ({"matplotlib"}, 'main(["waste", "texts.txt", "-m", "model", "--plot", "x.png"])'),
     "cluster": (
@@ -59,7 +74,7 @@ from pathlib import Path
 find = PathFinder.find_spec
 PathFinder.find_spec = staticmethod(
     lambda name, path=None, target=None:
-    None if name.split(".")[0] in {modules} else find(name, path, target)
+    None if {modules} & {{name, name.split(".")[0]}} else find(name, path, target)
 )
 from packhorse.cli import main
 from packhorse.errors import PackhorseError
@@ -93,9 +108,9 @@ def write_files(folder: Path) -> None:
 
 def run(folder: Path, modules: set[str], call: str) -> subprocess.CompletedProcess[str]:
     statements = call.split("; ")
+    before = "".join(f"    {statement}\n" for statement in statements[:-1])
     program = PROGRAM.format(modules=modules, call=statements[-1])
-    for statement in statements[:-1]:
-        program = program.replace("try:\n", f"try:\n    {statement}\n")
+    program = program.replace("try:\n", f"try:\n{before}")
     return subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
