@@ -24,6 +24,8 @@ CALLS = {name: call for name, (_, call) in (EXTRAS | WORKS_WITHOUT).items()}
 CALLS |= {
     "serve": "from packhorse.serve.app import create",
     "grpc": "from packhorse.serve.rpc.server import RpcServer",
+    "clean": 'main(["data", "build", "texts.txt", "clean", "--tokenizer", "model", "--dedup", '
+    '"near", "--report-languages"])',
     "otel": "from packhorse.serve.telemetry import Telemetry",
     "all": CALLS["data"],
     "port": 'main(["port", "--check", "script.py"])',

@@ -21,7 +21,7 @@ EXTRAS: dict[str, tuple[set[str], str]] = {
     "clean": (
         {"rensa", "py3langid"},
         'main(["data", "build", "texts.txt", "clean", "--tokenizer", "model", "--dedup", "near", '
-        '"--report-languages"])',
+        '"--languages", "en"])',
     ),
     "train": (
         {"tensorboard", "mlperf_logging"},
