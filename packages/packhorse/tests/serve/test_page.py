@@ -411,13 +411,12 @@ def test_a_copied_command_does_what_the_form_does(visit, name) -> None:
     page = visit(permissions=["clipboard-read", "clipboard-write"])
     place = panel(page, name)
     fill_in(place, name)
-    responses: list[Any] = []
-    # Kept, and asked when the page has its answer.
-    page.on("response", lambda response: responses.append(response))
+    requests: list[Any] = []
+    page.on("request", lambda request: requests.append(request))  # of the engine's state as well
     run(page, name)
-    responses = [each for each in responses if each.request.method == "POST"]
-    bodies = [each.request.post_data_json for each in responses]
-    answers = [each.json() for each in responses]
+    sent = [request for request in requests if request.method == "POST"]
+    bodies = [request.post_data_json for request in sent]
+    answers = [request.response().json() for request in sent]
     assert answers and HOSTILE[-8:] in json.dumps(bodies)
     if name == "fill":  # a click on a word sent the form before
         answers = answers[-1:]
