@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from packhorse.runtime.loading import PREPARED
+from packhorse.runtime.loading import prepared_limits
 from packhorse.serve import hosting
 from packhorse.serve.settings import ServeSettings
 
@@ -16,13 +16,14 @@ from packhorse.serve.settings import ServeSettings
 def test_prepared_products_are_few(
     checkpoint_folder: Path, variable: str | None, monkeypatch, threads
 ) -> None:
-    for name in PREPARED:
+    names = [*prepared_limits()]
+    for name in names:
         monkeypatch.setenv(name, variable or "")
         if variable is None:
             monkeypatch.delenv(name)
     models = hosting.open_models(ServeSettings(model=(f"tiny={checkpoint_folder}",), threads=1))
     models.close()
-    assert [os.environ[name] for name in PREPARED] == [variable or "64"] * 2
+    assert [os.environ[name] for name in names] == [variable or "64"] * 2
 
 
 def test_the_gelu_of_a_tensorflow_checkpoint_can_be_set(

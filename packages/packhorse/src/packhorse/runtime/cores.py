@@ -53,10 +53,10 @@ _GROUPS: dict[tuple[int, int, int], CoreGroups] = {}
 
 def default_budget(smallest: int) -> int:
     """Tokens of a batch that gives every core a part, at least `smallest`."""
-    return max(smallest, LARGEST_PART * _threads())
+    return max(smallest, LARGEST_PART * usable_threads())
 
 
-def _threads() -> int:
+def usable_threads() -> int:
     """Threads of all groups together: torch's, and no more than a container's quota keeps busy."""
     return min(torch.get_num_threads(), _usable_cores())
 
@@ -82,7 +82,7 @@ def launch(
     With `only`, per-token heads run on the tokens with this id alone. The results of the parts, end
     to end, are those of the batch.
     """
-    count, threads = group_layout(len(packed.ids), _threads())
+    count, threads = group_layout(len(packed.ids), usable_threads())
     if count < 2 or len(packed) < 2 or packed.capacity or not _can_divide_threads():
         return []
     groups = _groups(count, threads)

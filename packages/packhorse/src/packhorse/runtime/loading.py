@@ -38,10 +38,21 @@ Load = Callable[..., Checkpoint]
 # torch and oneDNN each cache 1,024 prepared matrix products, one per shape, and hardly two packed
 # batches have the same shape: that is half a gigabyte after a few hundred batches, and no gain that
 # can be measured. Each library reads its variable when it prepares its first product, and has no
-# other setting for it.
-PREPARED = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+# other setting for it. torch caches for each thread, oneDNN for the process.
+PREPARED = 64
+PREPARED_BY_GROUP = 16  # a layer has four products, and a group soon another shape
 CLOSE_ENOUGH = 0.999  # the least cosine to fp32 that `dtype="auto"` accepts
 SAMPLE = ("The quick brown fox jumps over the lazy dog.", "Packing leaves no token to waste. " * 12)
+
+
+def prepared_limits() -> dict[str, str]:
+    """The variables that say how many prepared matrix products torch and oneDNN keep.
+
+    Groups of cores work on as many shapes at once as there are groups. With too small a cache they
+    would drop each other's products between two layers, and prepare each of them anew.
+    """
+    together = max(PREPARED, PREPARED_BY_GROUP * cores.usable_threads())
+    return {"LRU_CACHE_CAPACITY": f"{PREPARED}", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": f"{together}"}
 
 
 def load(
@@ -86,7 +97,7 @@ def load(
     Sets the environment variables `LRU_CACHE_CAPACITY` and `ONEDNN_PRIMITIVE_CACHE_CAPACITY`,
     unless they are set, so that torch caches few prepared matrix products.
     """
-    for name, capacity in PREPARED.items():
+    for name, capacity in prepared_limits().items():
         os.environ.setdefault(name, capacity)
     if truncate_dim is not None and truncate_dim < 1:
         raise InputError(f"truncate_dim is {truncate_dim}; a vector has at least 1 number")
