@@ -70,6 +70,10 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise MissingExtra("wandb", "wandb") from error
+        identity = folder / RUN_ID
+        is_resumed = identity.exists()
+        if not is_resumed:
+            identity.write_text(uuid.uuid4().hex + "\n")
         options = wandb.Settings(
             console="off",  # no copy of what the terminal shows
             disable_git=True,
@@ -83,9 +87,9 @@ class WeightsAndBiases:
             self._run = wandb.init(
                 project=project,
                 dir=folder,
-                id=_run_id(folder / RUN_ID),
+                id=identity.read_text("utf-8").strip(),
                 name=folder.resolve().name,
-                resume="allow",
+                resume="allow" if is_resumed else None,
                 config=dict(settings),
                 settings=options,
             )
@@ -118,12 +122,6 @@ class WeightsAndBiases:
             "Weights & Biases gets no more of this run: %s; log.jsonl has all figures",
             _first_line(error),
         )
-
-
-def _run_id(path: Path) -> str:
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex + "\n")
-    return path.read_text("utf-8").strip()
 
 
 def _first_line(error: Exception) -> str:
