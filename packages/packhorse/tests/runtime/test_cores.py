@@ -36,8 +36,9 @@ TEXTS = ["a horse carries sacks", "good", "the mule to market " * 9, "hello the 
 
 @pytest.fixture
 def small_parts(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cores, and parts so small that test models have them."""
+    """Two cores, whatever is here, and parts so small that test models have them."""
     threads(2)
+    monkeypatch.setattr(cores, "_usable_cores", lambda: 2)
     monkeypatch.setattr(cores, "SMALLEST_PART", 32)
 
 
